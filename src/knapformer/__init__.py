@@ -1,0 +1,1 @@
+"""KnapFormer: straggler-free training of Diffusion Transformers on mixed image resolutions and video."""
