@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from model_cases import alone, dit, error, gradients, largest_error, mmdit, run, samples
+from model_cases import alone, dit, error, gradients, largest_error, mmdit, pack, run, samples
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from knapformer.errors import LengthsError
 from knapformer.models import local_attention
@@ -153,3 +154,64 @@ def test_lower_precision_follows_float64(dtype):
     )
     assert output.dtype == dtype
     assert error(output.double(), reference) < (1e-5 if dtype == torch.float32 else 0.1)
+
+
+def test_compiles_without_graph_breaks(build):
+    """One graph, gradients included; a branch on data would raise here."""
+    model, batch = build(3), samples([3, 1], [5, 2])
+    reference = run(model, batch)
+
+    def attention(q, k, v, **options):
+        return local_attention([8, 3] if hasattr(model, "double_blocks") else [5, 2])(q, k, v, **options)
+
+    compiled = torch.compile(model.forward, backend="aot_eager", fullgraph=True)
+    arguments = pack(batch)
+    if hasattr(model, "double_blocks"):
+        output = compiled(*arguments, attention=attention)
+    else:
+        visual, _, position_ids, conditioning, sequence_index, streams = arguments
+        rows = [x.index_select(0, streams.visual) for x in (position_ids, sequence_index)]
+        output = compiled(visual, rows[0], conditioning, rows[1], attention=attention)
+    assert error(output, reference) < 1e-12
+    assert largest_error(gradients(model, batch, output), gradients(model, batch, reference)) < 1e-12
+
+
+def test_the_compiler_notices_a_branch_on_data():
+    def branching(x):
+        return x if x.sum() > 0 else -x
+
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch.compile(branching, backend="aot_eager", fullgraph=True)(torch.ones(3))
+
+
+class Synchronisations(TorchDispatchMode):
+    """Names the operations that make the host wait for a device: values read, and shapes that depend on data.
+
+    ``tolist`` and ``numpy`` of CPU tensors are not dispatched, so it cannot see them.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.found = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.overloadpacket.__name__
+        flat = torch.utils._pytree.tree_leaves(args)
+        masked = name.startswith("index") and any(torch.is_tensor(x) and x.dtype == torch.bool for x in flat)
+        if masked or name in {"_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal"}:
+            self.found.add(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_device_synchronisation(build):
+    model, batch = build(3), samples(TEXT, VISUAL)
+    with Synchronisations() as mode:
+        gradients(model, batch, run(model, batch))
+    assert mode.found == set()
+
+
+@pytest.mark.parametrize("wait", [lambda x: x[x > 0], lambda x: x.sum().item(), lambda x: x.any() or x])
+def test_device_synchronisations_are_noticed(wait):
+    with Synchronisations() as mode:
+        wait(torch.ones(3))
+    assert mode.found
