@@ -1,0 +1,82 @@
+"""A Diffusion Transformer on packed tokens (arXiv 2212.09748), with RMS norms, QK-norm, RoPE and SwiGLU."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from knapformer.models.config import DiTConfig
+from knapformer.models.layers import (
+    Attention,
+    HeadNorm,
+    Modulation,
+    OutputLayer,
+    SwiGLU,
+    VectorEmbedder,
+    add_gated,
+    attend,
+    initialize,
+    modulate,
+    rms_norm,
+)
+from knapformer.models.rope import rotations
+
+
+class DiTBlock(nn.Module):
+    """Attention, then SwiGLU, each on a modulated RMS norm and behind a gate."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.modulation = Modulation(width, 6)
+        self.head_norm = HeadNorm(config.num_heads, config.num_kv_heads, config.head_width)
+        self.qkv = nn.Linear(width, self.head_norm.num_channels, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp = SwiGLU(width, config.mlp_width)
+
+    def forward(
+        self, x: Tensor, conditioning: Tensor, sequence_index: Tensor, rotation: Tensor, attention: Attention
+    ) -> Tensor:
+        """x (T, width), conditioning (S, width), sequence_index (T,), rotation (T, D/2) to (T, width)."""
+        shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(conditioning)
+        q, k, v = self.head_norm(self.qkv(modulate(rms_norm(x), shift_1, scale_1, sequence_index)))
+        x = add_gated(x, self.attention_out(attend(q, k, v, rotation, attention)), gate_1, sequence_index)
+        return add_gated(x, self.mlp(modulate(rms_norm(x), shift_2, scale_2, sequence_index)), gate_2, sequence_index)
+
+
+class DiT(nn.Module):
+    """The model. Every path runs with zero rows, so a rank without tokens needs no special case."""
+
+    def __init__(self, config: DiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.visual_in = nn.Linear(config.in_channels, config.width)
+        self.conditioning_in = VectorEmbedder(config.conditioning_channels, config.width)
+        self.blocks = nn.ModuleList(DiTBlock(config) for _ in range(config.num_blocks))
+        self.output = OutputLayer(config.width, config.out_channels)
+        self.reset_parameters()
+
+    def reset_parameters(self, *, init_std: float | None = None) -> None:
+        """See ``knapformer.models.layers.initialize``."""
+        initialize(self, init_std=init_std)
+
+    def forward(
+        self, x: Tensor, position_ids: Tensor, conditioning: Tensor, sequence_index: Tensor, *, attention: Attention
+    ) -> Tensor:
+        """Predict an output for every token.
+
+        Args:
+            x: (T, in_channels) packed tokens.
+            position_ids: (T, num_axes) int64.
+            conditioning: (S, conditioning_channels), a row per local sequence.
+            sequence_index: (T,) int64, token to row of ``conditioning``.
+            attention: see ``knapformer.models.layers.Attention``.
+
+        Returns:
+            (T, out_channels).
+        """
+        config = self.config
+        rotation = rotations(position_ids, config.rope_axes, theta=config.rope_theta, dtype=x.dtype)
+        x, conditioning = self.visual_in(x), self.conditioning_in(conditioning)
+        for block in self.blocks:
+            x = block(x, conditioning, sequence_index, rotation, attention)
+        return self.output(rms_norm(x), conditioning, sequence_index)

@@ -1,0 +1,190 @@
+"""A multimodal DiT of FLUX.1's structure on packed tokens: double-stream blocks, then single-stream blocks."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from knapformer.models.config import MMDiTConfig
+from knapformer.models.layers import (
+    Attention,
+    GeluMLP,
+    HeadNorm,
+    Modulation,
+    OutputLayer,
+    VectorEmbedder,
+    add_gated,
+    attend,
+    initialize,
+    layer_norm,
+    modulate,
+)
+from knapformer.models.rope import rotations
+from knapformer.models.streams import StreamIndex
+
+
+class TokenIndex(NamedTuple):
+    """Token to row of the conditioning, in each of the three orders: (T_text,), (T_visual,), (T,)."""
+
+    text: Tensor
+    visual: Tensor
+    packed: Tensor
+
+
+class StreamLayers(nn.Module):
+    """One stream's own weights in a double-stream block.
+
+    With ``update=False`` the stream is only attended to: it has no output, and so no weights after attention.
+    """
+
+    def __init__(self, config: MMDiTConfig, *, update: bool = True) -> None:
+        super().__init__()
+        width = config.width
+        self.update = update
+        self.modulation = Modulation(width, 6 if update else 2)
+        self.head_norm = HeadNorm(config.num_heads, config.num_kv_heads, config.head_width)
+        self.qkv = nn.Linear(width, self.head_norm.num_channels)
+        if update:
+            self.attention_out = nn.Linear(width, width)
+            self.mlp = GeluMLP(width, config.mlp_width)
+
+    def project(self, x: Tensor, modulation: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x (T_s, width) to its q, k, v."""
+        shift, scale = modulation[:2]
+        return self.head_norm(self.qkv(modulate(layer_norm(x), shift, scale, index)))
+
+    def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...], index: Tensor) -> Tensor:
+        """x and attended (T_s, width) to the stream's output (T_s, width)."""
+        if not self.update:
+            return x
+        _, _, gate_1, shift, scale, gate_2 = modulation
+        x = add_gated(x, self.attention_out(attended), gate_1, index)
+        return add_gated(x, self.mlp(modulate(layer_norm(x), shift, scale, index)), gate_2, index)
+
+
+class DoubleBlock(nn.Module):
+    """Text and visual tokens with weights of their own, and one attention over both."""
+
+    def __init__(self, config: MMDiTConfig, *, update_text: bool = True) -> None:
+        super().__init__()
+        self.text = StreamLayers(config, update=update_text)
+        self.visual = StreamLayers(config)
+
+    def forward(  # noqa: PLR0917
+        self,
+        text: Tensor,
+        visual: Tensor,
+        conditioning: Tensor,
+        index: TokenIndex,
+        streams: StreamIndex,
+        rotation: Tensor,
+        attention: Attention,
+    ) -> tuple[Tensor, Tensor]:
+        """text (T_text, width), visual (T_visual, width), conditioning (S, width), rotation (T, D/2) to both."""
+        # 1. Each stream projects its own tokens.
+        text_modulation, visual_modulation = self.text.modulation(conditioning), self.visual.modulation(conditioning)
+        text_qkv = self.text.project(text, text_modulation, index.text)
+        visual_qkv = self.visual.project(visual, visual_modulation, index.visual)
+
+        # 2. Both attend in packed order.
+        q, k, v = map(streams.merge, text_qkv, visual_qkv)
+        attended_text, attended_visual = streams.split(attend(q, k, v, rotation, attention))
+
+        # 3. Each stream finishes on its own.
+        text = self.text.finish(text, attended_text, text_modulation, index.text)
+        visual = self.visual.finish(visual, attended_visual, visual_modulation, index.visual)
+        return text, visual
+
+
+class SingleBlock(nn.Module):
+    """All tokens alike: attention and MLP in parallel, from one projection and into one (arXiv 2302.05442)."""
+
+    def __init__(self, config: MMDiTConfig) -> None:
+        super().__init__()
+        width = config.width
+        self.modulation = Modulation(width, 3)
+        self.head_norm = HeadNorm(config.num_heads, config.num_kv_heads, config.head_width)
+        self.split_widths = [self.head_norm.num_channels, config.mlp_width]
+        self.in_layer = nn.Linear(width, sum(self.split_widths))
+        self.out_layer = nn.Linear(width + config.mlp_width, width)
+
+    def forward(
+        self, x: Tensor, conditioning: Tensor, sequence_index: Tensor, rotation: Tensor, attention: Attention
+    ) -> Tensor:
+        """x (T, width), conditioning (S, width), sequence_index (T,), rotation (T, D/2) to (T, width)."""
+        shift, scale, gate = self.modulation(conditioning)
+        projected = self.in_layer(modulate(layer_norm(x), shift, scale, sequence_index))
+        qkv, mlp = projected.split(self.split_widths, dim=-1)
+        q, k, v = self.head_norm(qkv)
+        attended = attend(q, k, v, rotation, attention)
+        update = self.out_layer(torch.cat([attended, functional.gelu(mlp, approximate="tanh")], dim=-1))
+        return add_gated(x, update, gate, sequence_index)
+
+
+class MMDiT(nn.Module):
+    """The model. Every path runs with zero rows of either stream or of both, so no rank needs a special case."""
+
+    def __init__(self, config: MMDiTConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.text_in = nn.Linear(config.text_channels, config.width)
+        self.visual_in = nn.Linear(config.in_channels, config.width)
+        self.conditioning_in = VectorEmbedder(config.conditioning_channels, config.width)
+        last_double = config.num_double_blocks - 1 if config.num_single_blocks == 0 else None
+        self.double_blocks = nn.ModuleList(
+            DoubleBlock(config, update_text=i != last_double) for i in range(config.num_double_blocks)
+        )
+        self.single_blocks = nn.ModuleList(SingleBlock(config) for _ in range(config.num_single_blocks))
+        self.output = OutputLayer(config.width, config.out_channels)
+        self.reset_parameters()
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The transformer blocks in order."""
+        return [*self.double_blocks, *self.single_blocks]
+
+    def reset_parameters(self, *, init_std: float | None = None) -> None:
+        """See ``knapformer.models.layers.initialize``."""
+        initialize(self, init_std=init_std)
+
+    def forward(  # noqa: PLR0917
+        self,
+        visual: Tensor,
+        text: Tensor,
+        position_ids: Tensor,
+        conditioning: Tensor,
+        sequence_index: Tensor,
+        streams: StreamIndex,
+        *,
+        attention: Attention,
+    ) -> Tensor:
+        """Predict an output for every visual token.
+
+        Args:
+            visual: (T_visual, in_channels).
+            text: (T_text, text_channels).
+            position_ids: (T, num_axes) int64, in packed order (text first inside each sequence).
+            conditioning: (S, conditioning_channels), a row per local sequence.
+            sequence_index: (T,) int64 in packed order, token to row of ``conditioning``.
+            streams: which packed rows are text and which are visual.
+            attention: see ``knapformer.models.layers.Attention``; it sees tokens in packed order.
+
+        Returns:
+            (T_visual, out_channels).
+        """
+        config = self.config
+        rotation = rotations(position_ids, config.rope_axes, theta=config.rope_theta, dtype=visual.dtype)
+        index = TokenIndex(*streams.split(sequence_index), sequence_index)
+        text, visual = self.text_in(text), self.visual_in(visual)
+        conditioning = self.conditioning_in(conditioning)
+        for block in self.double_blocks:
+            text, visual = block(text, visual, conditioning, index, streams, rotation, attention)
+        if config.num_single_blocks:
+            packed = streams.merge(text, visual)
+            for block in self.single_blocks:
+                packed = block(packed, conditioning, sequence_index, rotation, attention)
+            visual = packed.index_select(0, streams.visual)
+        return self.output(layer_norm(visual), conditioning, index.visual)
