@@ -65,7 +65,7 @@ class Lengths:
 
     @classmethod
     def from_streams(cls, ranks: Sequence[IntArray], names: tuple[str, ...] = ("",)) -> Lengths:
-        """Join per-rank arrays of shape (streams, local sequences); the only stream of plain lengths is named ``""``."""
+        """Join per-rank (streams, local sequences) arrays; the only stream of plain lengths is named ``""``."""
         table = np.concatenate(ranks, axis=1) if ranks else np.zeros((len(names), 0), np.int64)
         offsets = np.concatenate([[0], np.cumsum([part.shape[1] for part in ranks], dtype=np.int64)])
         streams = () if names == ("",) else tuple(zip(names, table.copy(), strict=True))
@@ -105,7 +105,8 @@ def parse_local_lengths(lengths: Any) -> dict[str, IntArray]:
     """Check one rank's own lengths and return them as streams; plain lengths become the one stream ``""``.
 
     Args:
-        lengths: a list, array or tensor of non-negative integers, or a mapping of stream names to such lists, equally long.
+        lengths: a list, array or tensor of non-negative integers, or a mapping of stream names to such lists, of the
+            same number of sequences.
 
     Raises:
         LengthsError: naming the position and the value that is not a length.

@@ -46,7 +46,8 @@ class Topology:
             match = _BAG.fullmatch(term)
             if match is None or "0" in (match[1].lstrip("0") or "0", match[2].lstrip("0") or "0"):
                 raise ConfigurationError(
-                    f"topology {spec!r}: {term!r} is not of the form g{{ranks per bag}}n{{number of bags}}, as in g1n2+g2n1"
+                    f"topology {spec!r}: {term!r} is not of the form g{{ranks per bag}}n{{number of bags}}, "
+                    "as in g1n2+g2n1"
                 )
             sizes += [int(match[1])] * int(match[2])
         return cls(tuple(sizes), ranks_per_node)

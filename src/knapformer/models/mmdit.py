@@ -73,7 +73,7 @@ class DoubleBlock(nn.Module):
         self.text = StreamLayers(config, update=update_text)
         self.visual = StreamLayers(config)
 
-    def forward(  # noqa: PLR0917
+    def forward(
         self,
         text: Tensor,
         visual: Tensor,
@@ -150,7 +150,7 @@ class MMDiT(nn.Module):
         """See ``knapformer.models.layers.initialize``."""
         initialize(self, init_std=init_std)
 
-    def forward(  # noqa: PLR0917
+    def forward(
         self,
         visual: Tensor,
         text: Tensor,
