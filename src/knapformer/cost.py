@@ -262,7 +262,8 @@ def fit(samples: Sequence[PackSample]) -> Fit:
     predicted = np.asarray(sums) @ best
     spread = float(((seconds - seconds.mean()) ** 2).sum())
     r2 = 1.0 - float(((seconds - predicted) ** 2).sum()) / spread if spread else 1.0
-    return Fit(*map(float, best), r2=r2, mape=float(np.abs(predicted / seconds - 1.0).mean()))
+    t0_s, s_per_token, s_per_pair = best.tolist()
+    return Fit(t0_s, s_per_token, s_per_pair, r2, float(np.abs(predicted / seconds - 1.0).mean()))
 
 
 def _is_number(value: Any) -> bool:
