@@ -177,10 +177,7 @@ def _summary_table(summary: dict[str, Any], home_makespan_s: float) -> Table:
     sizes = "{num_sequences} sequences, {num_tokens:,} tokens on {num_ranks} ranks".format_map(summary)
     for name, value in (
         ("plan", f"{summary['planner']}, {summary['plan_ms']:.2f} ms"),
-        (
-            "step",
-            f"{summary['num_sequences']} sequences, {summary['num_tokens']:,} tokens, {summary['num_ranks']} ranks",
-        ),
+        ("step", sizes),
         ("makespan", f"{makespan_s * 1e3:.3f} ms a layer's forward, {over_bound}{speedup}"),
         ("training step", f"{summary['step_time_s']:.4g} s predicted"),
         ("discrepancy", f"{100 * summary['discrepancy']:.2f} %"),
