@@ -1,0 +1,1 @@
+"""What people look at: rank grids and pages, made from plans and result files."""
