@@ -10,13 +10,6 @@ namespace {
 
 constexpr double kGain = 1e-9;  // smallest relative gain worth a change
 
-// An exchange between the highest bin `from` and bin `to`: item `give` goes, item `take` (or none, -1) comes back.
-struct Change {
-  double level;
-  size_t to = 0, give = 0;
-  int64_t take = -1;
-};
-
 bool heavier(const Item& a, const Item& b) { return a.work_s != b.work_s ? a.work_s > b.work_s : a.id < b.id; }
 
 double level_after(const Bin& from, const Bin& to, double moved) {
@@ -43,29 +36,6 @@ void try_item(const Bin& from, const Bin& to, size_t to_index, size_t give, Chan
   for (int64_t k = std::max<int64_t>(0, middle - 1); k < std::min<int64_t>(middle + 2, static_cast<int64_t>(to.items.size())); ++k) {
     if (to.items[k].work_s < x.work_s) consider(x.work_s - to.items[k].work_s, k, to.items[k].tokens);
   }
-}
-
-void apply(std::vector<Bin>& bins, size_t from, const Change& change) {
-  const Item give = bins[from].items[change.give];
-  bins[from].remove(change.give);
-  if (change.take >= 0) {
-    const Item take = bins[change.to].items[static_cast<size_t>(change.take)];
-    bins[change.to].remove(static_cast<size_t>(change.take));
-    bins[from].add(take);
-  }
-  bins[change.to].add(give);
-}
-
-std::vector<size_t> lowest_bins(const std::vector<Bin>& bins, size_t breadth) {
-  std::vector<size_t> order(bins.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  const auto below = [&](size_t a, size_t b) {
-    return bins[a].level() != bins[b].level() ? bins[a].level() < bins[b].level() : a < b;
-  };
-  breadth = std::min(breadth, order.size());
-  std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(breadth), order.end(), below);
-  order.resize(breadth);
-  return order;
 }
 
 }  // namespace
@@ -107,22 +77,54 @@ std::vector<Item> pack(std::vector<Bin>& bins, const std::vector<Item>& heaviest
   return left;
 }
 
-void refine(std::vector<Bin>& bins, int steps, size_t breadth) {
+Change best_change(const std::vector<Bin>& bins, size_t from, size_t to, double level) {
+  Change best{level};
+  const auto& items = bins[from].items;
+  for (size_t give = 0; give < items.size(); ++give) {
+    if (give > 0 && items[give].work_s == items[give - 1].work_s && items[give].tokens == items[give - 1].tokens) continue;
+    try_item(bins[from], bins[to], to, give, best);
+  }
+  return best;
+}
+
+void apply(std::vector<Bin>& bins, size_t from, const Change& change) {
+  const Item give = bins[from].items[change.give];
+  bins[from].remove(change.give);
+  if (change.take >= 0) {
+    const Item take = bins[change.to].items[static_cast<size_t>(change.take)];
+    bins[change.to].remove(static_cast<size_t>(change.take));
+    bins[from].add(take);
+  }
+  bins[change.to].add(give);
+}
+
+size_t highest_bin(const std::vector<Bin>& bins) {
+  const auto below = [](const Bin& a, const Bin& b) { return a.level() < b.level(); };
+  return static_cast<size_t>(std::max_element(bins.begin(), bins.end(), below) - bins.begin());
+}
+
+std::vector<size_t> lowest_bins(const std::vector<Bin>& bins, size_t breadth) {
+  std::vector<size_t> order(bins.size());
+  std::iota(order.begin(), order.end(), size_t{0});
+  const auto below = [&](size_t a, size_t b) {
+    return bins[a].level() != bins[b].level() ? bins[a].level() < bins[b].level() : a < b;
+  };
+  breadth = std::min(breadth, order.size());
+  std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(breadth), order.end(), below);
+  order.resize(breadth);
+  return order;
+}
+
+void refine(std::vector<Bin>& bins, int steps, size_t breadth, double goal) {
   for (int step = 0; step < steps; ++step) {
-    const auto from = static_cast<size_t>(
-        std::max_element(bins.begin(), bins.end(), [](const Bin& a, const Bin& b) { return a.level() < b.level(); }) -
-        bins.begin());
-    Change best{bins[from].level() * (1.0 - kGain)};
-    const double before = best.level;
+    const size_t from = highest_bin(bins);
+    if (bins[from].level() <= goal) return;
+    const double before = bins[from].level() * (1.0 - kGain);
+    Change best{before};
     for (size_t to : lowest_bins(bins, breadth)) {
       if (to == from) continue;
-      for (size_t give = 0; give < bins[from].items.size(); ++give) {
-        if (give > 0 && bins[from].items[give].work_s == bins[from].items[give - 1].work_s &&
-            bins[from].items[give].tokens == bins[from].items[give - 1].tokens) {
-          continue;
-        }
-        try_item(bins[from], bins[to], to, give, best);
-      }
+      const Change change = best_change(bins, from, to, best.level);
+      if (change.level < best.level) best = change;
     }
     if (!(best.level < before)) return;
     apply(bins, from, best);
