@@ -1,7 +1,7 @@
 #include "packing.hpp"
 
 #include <algorithm>
-#include <numeric>
+#include <iterator>
 #include <queue>
 #include <utility>
 
@@ -98,36 +98,40 @@ void apply(std::vector<Bin>& bins, size_t from, const Change& change) {
   bins[change.to].add(give);
 }
 
-size_t highest_bin(const std::vector<Bin>& bins) {
-  const auto below = [](const Bin& a, const Bin& b) { return a.level() < b.level(); };
-  return static_cast<size_t>(std::max_element(bins.begin(), bins.end(), below) - bins.begin());
+Levels::Levels(const std::vector<Bin>& bins) : level_(bins.size()) {
+  for (size_t k = 0; k < bins.size(); ++k) {
+    level_[k] = bins[k].level();
+    order_.insert({level_[k], k});
+  }
 }
 
-std::vector<size_t> lowest_bins(const std::vector<Bin>& bins, size_t breadth) {
-  std::vector<size_t> order(bins.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  const auto below = [&](size_t a, size_t b) {
-    return bins[a].level() != bins[b].level() ? bins[a].level() < bins[b].level() : a < b;
-  };
-  breadth = std::min(breadth, order.size());
-  std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(breadth), order.end(), below);
-  order.resize(breadth);
-  return order;
+void Levels::update(const std::vector<Bin>& bins, size_t bin) {
+  order_.erase({level_[bin], bin});
+  level_[bin] = bins[bin].level();
+  order_.insert({level_[bin], bin});
+}
+
+std::vector<size_t> Levels::lowest(size_t breadth) const {
+  std::vector<size_t> found;
+  for (auto at = order_.begin(); at != std::prev(order_.end()) && found.size() < breadth; ++at) found.push_back(at->second);
+  return found;
 }
 
 void refine(std::vector<Bin>& bins, int steps, size_t breadth, double goal) {
+  Levels levels(bins);
   for (int step = 0; step < steps; ++step) {
-    const size_t from = highest_bin(bins);
+    const size_t from = levels.highest();
     if (bins[from].level() <= goal) return;
     const double before = bins[from].level() * (1.0 - kGain);
     Change best{before};
-    for (size_t to : lowest_bins(bins, breadth)) {
-      if (to == from) continue;
+    for (size_t to : levels.lowest(breadth)) {
       const Change change = best_change(bins, from, to, best.level);
       if (change.level < best.level) best = change;
     }
     if (!(best.level < before)) return;
     apply(bins, from, best);
+    levels.update(bins, from);
+    levels.update(bins, best.to);
   }
 }
 

@@ -1,6 +1,8 @@
 // Packing whole sequences into bins: what `whole` does with ranks and `moldable` with groups of ranks.
 #pragma once
 
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "problem.hpp"
@@ -39,8 +41,18 @@ struct Change {
 Change best_change(const std::vector<Bin>& bins, size_t from, size_t to, double level);
 void apply(std::vector<Bin>& bins, size_t from, const Change& change);
 
-size_t highest_bin(const std::vector<Bin>& bins);                              // ties by index
-std::vector<size_t> lowest_bins(const std::vector<Bin>& bins, size_t breadth);  // lowest first, ties by index
+// Bins by level, ties by index.
+class Levels {
+ public:
+  explicit Levels(const std::vector<Bin>& bins);
+  void update(const std::vector<Bin>& bins, size_t bin);
+  size_t highest() const { return order_.rbegin()->second; }
+  std::vector<size_t> lowest(size_t breadth) const;  // without the highest
+
+ private:
+  std::set<std::pair<double, size_t>> order_;
+  std::vector<double> level_;
+};
 
 // Best exchanges between the highest bin and the `breadth` lowest until its level is at most `goal`, falls no more, or
 // `steps` are used up.

@@ -82,6 +82,14 @@ double even_split_bound_s(const Problem& problem, int32_t size) {
   return (problem.total_work_s + slowest * problem.communication_scale * bytes / link) / problem.total_speed;
 }
 
+double home_makespan_s(const Problem& problem) {
+  std::vector<double> load(problem.num_ranks, 0.0);
+  for (int32_t s = 0; s < problem.num_sequences(); ++s) load[problem.homes[s]] += problem.work_s[s];
+  double highest = 0.0;
+  for (int32_t r = 0; r < problem.num_ranks; ++r) highest = std::max(highest, load[r] / problem.speeds[r]);
+  return highest;
+}
+
 int32_t smallest_node(const Problem& problem) {
   std::vector<int32_t> count(problem.num_nodes, 0);
   for (int32_t n : problem.node_index) ++count[n];
@@ -91,7 +99,7 @@ int32_t smallest_node(const Problem& problem) {
 // Step 3. A bound is compared with a little room for its own rounding.
 void enter_others(const Problem& problem, Contest& contest) {
   const auto has_chance = [&](double bound_s) { return bound_s * (1.0 - 1e-12) < contest.makespan_s(); };
-  contest.enter(plan_home(problem));
+  if (has_chance(home_makespan_s(problem))) contest.enter(plan_home(problem));
   if (has_chance(even_split_bound_s(problem, smallest_node(problem)))) contest.enter(plan_ulysses(problem));
   for (int32_t size = 1; size <= problem.num_ranks && problem.num_ranks % size == 0; size *= 2) {
     const double bound = size == 1 ? heaviest_alone_s(problem) : even_split_bound_s(problem, size);

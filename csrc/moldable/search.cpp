@@ -1,10 +1,12 @@
 // Numbered steps:
 //   1. Layouts for several targets and scales (layout.hpp), each distinct one once.
-//   2. Settle each: fillers to the lowest group, 1-D moves and swaps; solve the groups; what a group took beyond its work is
-//      its overhead; again with those overheads.
-//   3. Improve the most promising: moves and swaps between the slowest group and the fastest ones, confirmed by solving both;
-//      where none helps, merge it with a fast one.
-//   4. The lowest makespan wins.
+//   2. What each promises: the makespan at which its groups, anchors solved alone and their overhead kept, would hold all fillers
+//      if those were a liquid. Sizes of the slowest or costliest anchors are changed by one while the promise falls.
+//   3. The most promising are settled: fillers to the lowest group, moves and swaps by level, groups solved; once more with the
+//      overhead that the groups then have.
+//   4. The best of those are improved: moves and swaps between the slowest group and fast ones, confirmed by solving both; where
+//      none helps, the slowest group merges with a fast one.
+//   5. The lowest makespan wins.
 #include "moldable/search.hpp"
 
 #include <algorithm>
@@ -16,13 +18,16 @@ namespace {
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
-constexpr int kRounds = 3;
+constexpr int kRounds = 2;
+constexpr size_t kSettled = 10;
 constexpr size_t kImproved = 4;
 constexpr size_t kBreadth = 12;
+constexpr int kClimbs = 12;
 constexpr int kRefineSteps = 400;
+constexpr int kImproveSteps = 300;
 constexpr double kGain = 1e-7;
 
-bool same_layout(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
+bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const AnchorSize& x, const AnchorSize& y) {
     return x.sequence == y.sequence && x.ranks == y.ranks;
   });
@@ -30,23 +35,32 @@ bool same_layout(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>
 
 }  // namespace
 
+double Grouping::makespan_s() const {
+  double highest = 0.0;
+  for (const auto& bin : bins) highest = std::max(highest, bin.level());
+  return highest;
+}
+
+Search::Search(const Problem& problem) : p_(problem), solver_(problem), order_(problem.heaviest_first()) {}
+
 Grouping Search::run() {
-  std::vector<Candidate> candidates;
-  for (auto& sizes : layouts()) {
-    Grouping grouping = settle(lay_out(p_, sizes));
+  auto candidates = layouts();
+  climb(candidates);
+  std::vector<std::pair<double, Grouping>> settled;
+  for (size_t k = 0; k < std::min(candidates.size(), kSettled); ++k) {
+    Grouping grouping = settle(candidates[k]);
     const double makespan = grouping.makespan_s();
-    candidates.push_back({std::move(sizes), std::move(grouping), makespan});
+    settled.push_back({makespan, std::move(grouping)});
   }
-  std::stable_sort(candidates.begin(), candidates.end(),
-                   [](const Candidate& a, const Candidate& b) { return a.makespan_s < b.makespan_s; });
-  candidates.resize(std::min(candidates.size(), kImproved));
+  std::stable_sort(settled.begin(), settled.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  settled.resize(std::min(settled.size(), kImproved));
   size_t best = 0;
-  for (size_t k = 0; k < candidates.size(); ++k) {
-    improve(candidates[k].grouping, 300);
-    candidates[k].makespan_s = candidates[k].grouping.makespan_s();
-    if (candidates[k].makespan_s < candidates[best].makespan_s) best = k;
+  for (size_t k = 0; k < settled.size(); ++k) {
+    improve(settled[k].second, kImproveSteps);
+    settled[k].first = settled[k].second.makespan_s();
+    if (settled[k].first < settled[best].first) best = k;
   }
-  return std::move(candidates[best].grouping);
+  return std::move(settled[best].second);
 }
 
 std::vector<Placement> Search::place(const Grouping& grouping) {
@@ -67,18 +81,20 @@ std::vector<Placement> Search::place(const Grouping& grouping) {
 }
 
 // Step 1.
-std::vector<std::vector<AnchorSize>> Search::layouts() const {
+std::vector<Search::Layout> Search::layouts() {
   const double expected = expected_makespan();
-  std::vector<std::vector<AnchorSize>> found;
+  std::vector<Layout> found;
   for (double share : kShares) {
     for (double scale : kScales) {
       for (double target : kTargets) {
         auto sizes = size_anchors(p_, {target * expected, share, scale});
-        const bool known = std::any_of(found.begin(), found.end(), [&](const auto& other) { return same_layout(sizes, other); });
-        if (!known) found.push_back(std::move(sizes));
+        const auto same = [&](const Layout& other) { return same_sizes(sizes, other.sizes); };
+        if (std::none_of(found.begin(), found.end(), same)) found.push_back(promise(std::move(sizes)));
       }
     }
   }
+  const auto below = [](const Layout& a, const Layout& b) { return a.promise_s < b.promise_s; };
+  std::stable_sort(found.begin(), found.end(), below);
   return found;
 }
 
@@ -104,14 +120,92 @@ double Search::anchor_work(const Group& group) const {
 }
 
 // Step 2.
-Grouping Search::settle(std::vector<Group> groups) {
-  Grouping best, now;
-  now.groups = std::move(groups);
-  std::vector<double> overhead(now.groups.size(), 0.0);
-  for (size_t k = 0; k < now.groups.size(); ++k) {
-    const auto size = static_cast<int32_t>(now.groups[k].ranks.size());
-    for (int32_t s : now.groups[k].anchors) overhead[k] += size * even_communication_s(p_, s, size, p_.num_ranks);
+Search::Layout Search::promise(std::vector<AnchorSize> sizes) {
+  Layout layout;
+  layout.groups = lay_out(p_, sizes);
+  layout.sizes = std::move(sizes);
+  layout.overhead_s.assign(layout.groups.size(), 0.0);
+  for (size_t k = 0; k < layout.groups.size(); ++k) {
+    const auto& group = layout.groups[k];
+    if (group.anchors.empty()) continue;
+    double size = 0.0;
+    for (int32_t r : group.ranks) size += p_.speeds[r];
+    const double alone = solver_.makespan(group, {});
+    layout.overhead_s[k] = alone * size - anchor_work(group);
+    if (alone > layout.promise_s) {
+      layout.promise_s = alone;
+      layout.slowest = k;
+    }
   }
+  layout.promise_s = std::max(layout.promise_s, fill_level(layout));
+  return layout;
+}
+
+// The level up to which fillers, poured in, fill the groups; token room counts by the fillers' mean work per token.
+double Search::fill_level(const Layout& layout) const {
+  std::vector<double> size, base, most;
+  double work = p_.total_work_s, tokens = 0.0;
+  for (int64_t length : p_.lengths) tokens += static_cast<double>(length);
+  for (size_t k = 0; k < layout.groups.size(); ++k) {
+    const auto& group = layout.groups[k];
+    double speed = 0.0, room = 0.0;
+    for (int32_t r : group.ranks) {
+      speed += p_.speeds[r];
+      room += static_cast<double>(p_.max_tokens[r]);
+    }
+    for (int32_t s : group.anchors) {
+      room -= static_cast<double>(p_.lengths[s]);
+      tokens -= static_cast<double>(p_.lengths[s]);
+    }
+    work -= anchor_work(group);
+    size.push_back(speed);
+    base.push_back(anchor_work(group) + layout.overhead_s[k]);
+    most.push_back(std::max(0.0, room));
+  }
+  if (tokens <= 0.0 || work <= 0.0) return 0.0;
+  double room = 0.0;
+  for (double& m : most) room += (m *= work / tokens);
+  if (room < work) return 2.0 * p_.total_work_s;
+  std::vector<double> poured;
+  water_fill(work, base, size, most, poured);
+  double level = 0.0;
+  for (size_t k = 0; k < size.size(); ++k) {
+    if (poured[k] > 0.0) level = std::max(level, (base[k] + poured[k]) / size[k]);
+  }
+  return level;
+}
+
+// From the best layout: one rank more or less for an anchor, as long as the promise falls. Those found come first.
+void Search::climb(std::vector<Layout>& layouts) {
+  for (int round = 0; round < kClimbs && !layouts[0].sizes.empty(); ++round) {
+    Layout best;
+    best.promise_s = layouts[0].promise_s * (1.0 - 1e-5);
+    bool found = false;
+    for (size_t k = 0; k < layouts[0].sizes.size(); ++k) {
+      const auto& slow = layouts[0].groups[layouts[0].slowest].anchors;
+      const bool slowest = std::find(slow.begin(), slow.end(), layouts[0].sizes[k].sequence) != slow.end();
+      if (!slowest && k >= 4) continue;
+      for (int32_t step : {1, -1, 2}) {
+        auto sizes = layouts[0].sizes;
+        sizes[k].ranks += step;
+        if (sizes[k].ranks < 2 || sizes[k].ranks > p_.num_ranks) continue;
+        Layout next = promise(std::move(sizes));
+        if (next.promise_s < best.promise_s) {
+          best = std::move(next);
+          found = true;
+        }
+      }
+    }
+    if (!found) return;
+    layouts.insert(layouts.begin(), std::move(best));
+  }
+}
+
+// Step 3.
+Grouping Search::settle(const Layout& layout) {
+  Grouping best, now;
+  now.groups = layout.groups;
+  auto overhead = layout.overhead_s;
   double best_makespan = std::numeric_limits<double>::infinity();
   for (int round = 0; round < kRounds; ++round) {
     fill(now, overhead);
@@ -153,13 +247,13 @@ void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
   }
   auto left = pack(bins, fillers);
   refine(bins, kRefineSteps, kBreadth, 0.0);
-  house(grouping, std::move(left));
+  house(grouping, left);
   for (size_t k = 0; k < groups.size(); ++k) solve(grouping, k);
 }
 
 // Items that no bin has room for, and bins that hold too much: merge the two roomiest groups until there is room. The caps' sum
 // holds all tokens, so that this ends.
-void Search::house(Grouping& grouping, std::vector<Item> left) {
+void Search::house(Grouping& grouping, const std::vector<Item>& left) {
   auto& bins = grouping.bins;
   const auto roomiest = [&](size_t except) {
     size_t best = bins.size();
@@ -217,20 +311,22 @@ void Search::merge(Grouping& grouping, size_t into, size_t from) const {
   grouping.bins.erase(grouping.bins.begin() + static_cast<std::ptrdiff_t>(from));
 }
 
-// Step 3.
+// Step 4.
 void Search::improve(Grouping& grouping, int steps) {
+  Levels levels(grouping.bins);
   for (int step = 0; step < steps; ++step) {
-    const size_t worst = highest_bin(grouping.bins);
-    if (!exchange_items(grouping, worst) && !merge_groups(grouping, worst)) return;
+    if (exchange_items(grouping, levels)) continue;
+    if (!merge_groups(grouping, levels)) return;
+    levels = Levels(grouping.bins);
   }
 }
 
-bool Search::exchange_items(Grouping& grouping, size_t worst) {
+bool Search::exchange_items(Grouping& grouping, Levels& levels) {
   auto& bins = grouping.bins;
+  const size_t worst = levels.highest();
   const double before = bins[worst].level() * (1.0 - kGain);
   std::vector<Change> changes;
-  for (size_t to : lowest_bins(bins, kBreadth)) {
-    if (to == worst) continue;
+  for (size_t to : levels.lowest(kBreadth)) {
     const Change change = best_change(bins, worst, to, before);
     if (change.level < before) changes.push_back(change);
   }
@@ -240,19 +336,23 @@ bool Search::exchange_items(Grouping& grouping, size_t worst) {
     apply(bins, worst, change);
     solve(grouping, worst);
     solve(grouping, change.to);
-    if (std::max(bins[worst].level(), bins[change.to].level()) < before) return true;
+    if (std::max(bins[worst].level(), bins[change.to].level()) < before) {
+      levels.update(bins, worst);
+      levels.update(bins, change.to);
+      return true;
+    }
     bins[worst] = from;
     bins[change.to] = to;
   }
   return false;
 }
 
-bool Search::merge_groups(Grouping& grouping, size_t worst) {
+bool Search::merge_groups(Grouping& grouping, const Levels& levels) {
+  const size_t worst = levels.highest();
   const double before = grouping.bins[worst].level() * (1.0 - kGain);
   size_t best = grouping.bins.size();
   double best_level = before;
-  for (size_t other : lowest_bins(grouping.bins, kBreadth)) {
-    if (other == worst) continue;
+  for (size_t other : levels.lowest(kBreadth)) {
     Grouping pair{{grouping.groups[worst], grouping.groups[other]}, {grouping.bins[worst], grouping.bins[other]}};
     merge(pair, 0, 1);
     solve(pair, 0);

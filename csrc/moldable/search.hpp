@@ -12,39 +12,47 @@ namespace knapformer {
 struct Grouping {
   std::vector<Group> groups;
   std::vector<Bin> bins;  // (groups)
-  double makespan_s() const { return bins[highest_bin(bins)].level(); }
+  double makespan_s() const;
 };
 
 class Search {
  public:
-  explicit Search(const Problem& problem) : p_(problem), solver_(problem), order_(problem.heaviest_first()) {}
+  explicit Search(const Problem& problem);
 
   // The best grouping found from several layouts.
   Grouping run();
   std::vector<Placement> place(const Grouping& grouping);
 
  private:
-  struct Candidate {
+  // Anchors' group sizes with what they promise before any filler is placed.
+  struct Layout {
     std::vector<AnchorSize> sizes;
-    Grouping grouping;
-    double makespan_s;
+    std::vector<Group> groups;
+    std::vector<double> overhead_s;  // (groups) rank time beyond work, anchors alone
+    double promise_s = 0.0;
+    size_t slowest = 0;  // group
   };
 
-  std::vector<std::vector<AnchorSize>> layouts() const;
   double expected_makespan() const;
-  Grouping settle(std::vector<Group> groups);
+  std::vector<Layout> layouts();
+  Layout promise(std::vector<AnchorSize> sizes);
+  double fill_level(const Layout& layout) const;
+  void climb(std::vector<Layout>& layouts);
+
+  Grouping settle(const Layout& layout);
   void fill(Grouping& grouping, const std::vector<double>& overhead_s);
-  void house(Grouping& grouping, std::vector<Item> left);
+  void house(Grouping& grouping, const std::vector<Item>& left);
   void solve(Grouping& grouping, size_t k);
+
   void improve(Grouping& grouping, int steps);
-  bool exchange_items(Grouping& grouping, size_t worst);
-  bool merge_groups(Grouping& grouping, size_t worst);
+  bool exchange_items(Grouping& grouping, Levels& levels);
+  bool merge_groups(Grouping& grouping, const Levels& levels);
   void merge(Grouping& grouping, size_t into, size_t from) const;
   double anchor_work(const Group& group) const;
 
   const Problem& p_;
   GroupSolver solver_;
-  std::vector<int32_t> order_;
+  std::vector<int32_t> order_;  // sequences, heaviest first
 };
 
 }  // namespace knapformer
