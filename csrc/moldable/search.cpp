@@ -10,6 +10,8 @@
 #include "moldable/search.hpp"
 
 #include <algorithm>
+#include <cstdio>
+#include <cstdlib>
 #include <numeric>
 
 namespace knapformer {
@@ -41,15 +43,15 @@ double Grouping::makespan_s() const {
   return highest;
 }
 
-Search::Search(const Problem& problem) : p_(problem), solver_(problem), order_(problem.heaviest_first()) {}
-
 Grouping Search::run() {
   auto candidates = layouts();
   climb(candidates);
   std::vector<std::pair<double, Grouping>> settled;
+  if (getenv("DBG")) for (auto& c : candidates) fprintf(stderr, "promise %.5f slow %d anchors %zu\n", c.promise_s / p_.lower_bound_s(), c.groups[c.slowest].anchors.empty() ? -1 : c.groups[c.slowest].anchors[0], c.sizes.size());
   for (size_t k = 0; k < std::min(candidates.size(), kSettled); ++k) {
     Grouping grouping = settle(candidates[k]);
     const double makespan = grouping.makespan_s();
+    if (getenv("DBG")) fprintf(stderr, "settled %.5f of %.5f\n", makespan / p_.lower_bound_s(), candidates[k].promise_s/p_.lower_bound_s());
     settled.push_back({makespan, std::move(grouping)});
   }
   std::stable_sort(settled.begin(), settled.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
@@ -59,6 +61,7 @@ Grouping Search::run() {
     improve(settled[k].second, kImproveSteps);
     settled[k].first = settled[k].second.makespan_s();
     if (settled[k].first < settled[best].first) best = k;
+    if (getenv("DBG")) fprintf(stderr, "improved %.5f\n", settled[k].first / p_.lower_bound_s());
   }
   return std::move(settled[best].second);
 }
@@ -137,8 +140,14 @@ Search::Layout Search::promise(std::vector<AnchorSize> sizes) {
       layout.slowest = k;
     }
   }
-  layout.promise_s = std::max(layout.promise_s, fill_level(layout));
+  layout.promise_s = std::max({layout.promise_s, fill_level(layout), heaviest_filler_s(layout.sizes)});
   return layout;
+}
+
+// The time of the heaviest sequence that is no anchor on the fastest rank; anchors are the heaviest sequences.
+double Search::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
+  if (anchors.size() == p_.lengths.size()) return 0.0;
+  return p_.work_s[p_.heaviest_first[anchors.size()]] / *std::max_element(p_.speeds.begin(), p_.speeds.end());
 }
 
 // The level up to which fillers, poured in, fill the groups; token room counts by the fillers' mean work per token.
@@ -242,7 +251,7 @@ void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
     bins[k].load_s = anchor_work(groups[k]) + overhead_s[k];
   }
   std::vector<Item> fillers;
-  for (int32_t s : order_) {
+  for (int32_t s : p_.heaviest_first) {
     if (!is_anchor[s]) fillers.push_back({s, p_.work_s[s], p_.lengths[s]});
   }
   auto left = pack(bins, fillers);

@@ -17,7 +17,7 @@ struct Grouping {
 
 class Search {
  public:
-  explicit Search(const Problem& problem);
+  explicit Search(const Problem& problem) : p_(problem), solver_(problem) {}
 
   // The best grouping found from several layouts.
   Grouping run();
@@ -37,6 +37,7 @@ class Search {
   std::vector<Layout> layouts();
   Layout promise(std::vector<AnchorSize> sizes);
   double fill_level(const Layout& layout) const;
+  double heaviest_filler_s(const std::vector<AnchorSize>& anchors) const;
   void climb(std::vector<Layout>& layouts);
 
   Grouping settle(const Layout& layout);
@@ -52,7 +53,6 @@ class Search {
 
   const Problem& p_;
   GroupSolver solver_;
-  std::vector<int32_t> order_;  // sequences, heaviest first
 };
 
 }  // namespace knapformer
