@@ -187,7 +187,7 @@ void GroupSolver::cut_heads(size_t k, double snap) {
   }
   if (snap < 0.5 && left > 0 && open) {
     for (size_t i = 0; i < g_; ++i) want_[i] = want_[i] - heads[i] > snap ? want_[i] - heads[i] : 0.0;
-    pool_rows(k, left);
+    pool_rows(k, left, snap);
     return;
   }
   for (; left > 0; --left) {
@@ -205,8 +205,9 @@ void GroupSolver::cut_heads(size_t k, double snap) {
   for (size_t i = 0; i < g_; ++i) kv_[k * g_ + i] = heads[i];
 }
 
-// The rows of the last `pool_heads` heads, one head after another, cut among the ranks in proportion to `want_`.
-void GroupSolver::pool_rows(size_t k, int64_t pool_heads) {
+// The rows of the last `pool_heads` heads, one head after another, cut among the ranks in proportion to `want_`. A cut this near
+// to the end of a head moves there.
+void GroupSolver::pool_rows(size_t k, int64_t pool_heads, double snap) {
   const int64_t length = p_.lengths[split_[k]], rows = length * pool_heads;
   double sum = 0.0, passed = 0.0;
   for (double w : want_) sum += w;
@@ -215,7 +216,9 @@ void GroupSolver::pool_rows(size_t k, int64_t pool_heads) {
   for (size_t i : pool_order(sum, pool_heads)) {
     const size_t cell = k * g_ + i;
     passed += want_[i];
-    const int64_t to = std::min(rows, static_cast<int64_t>(std::llround(static_cast<double>(rows) * (passed / sum))));
+    double end = static_cast<double>(pool_heads) * (passed / sum);
+    if (std::abs(end - std::round(end)) < snap) end = std::round(end);
+    const auto to = std::min(rows, static_cast<int64_t>(std::llround(static_cast<double>(length) * end)));
     piece_[cell] = to - from;
     piece_start_[cell] = from;
     if (to > from) kv_[cell] += static_cast<double>((to + length - 1) / length - from / length);

@@ -51,7 +51,7 @@ class GroupSolver {
   void share_attention(bool together, double snap);
   void want_attention(size_t k, bool together, double rest);
   void cut_heads(size_t k, double snap);
-  void pool_rows(size_t k, int64_t pool_heads);
+  void pool_rows(size_t k, int64_t pool_heads, double snap);
   std::vector<size_t> pool_order(double sum, int64_t pool_heads) const;
   void share_tokens(bool together);
   double price();
