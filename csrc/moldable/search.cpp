@@ -17,6 +17,7 @@ namespace knapformer {
 namespace {
 
 constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
+constexpr int32_t kSmallStep = 600;      // sequences and ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
@@ -128,7 +129,7 @@ std::vector<Search::Layout> Search::layouts(int32_t container) {
 // Single ranks, and for all but large steps also pairs, fours and nodes.
 std::vector<int32_t> Search::containers() const {
   std::vector<int32_t> sizes{1};
-  if (effort_ < 1.0) return sizes;
+  if (static_cast<int32_t>(p_.lengths.size()) + p_.num_ranks > kSmallStep) return sizes;
   const int32_t node = largest_node(p_);
   for (int32_t size : {2, 4, node}) {
     if (size > sizes.back() && size <= node) sizes.push_back(size);
