@@ -5,7 +5,7 @@ from knapformer.models.dit import DiT
 from knapformer.models.layers import Attention, timestep_embedding
 from knapformer.models.local import local_attention
 from knapformer.models.mmdit import MMDiT
-from knapformer.models.streams import StreamIndex
+from knapformer.streams import StreamIndex
 
 __all__ = [
     "DIT_PRESETS",

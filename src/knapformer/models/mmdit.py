@@ -23,7 +23,7 @@ from knapformer.models.layers import (
     modulate,
 )
 from knapformer.models.rope import rotations
-from knapformer.models.streams import StreamIndex
+from knapformer.streams import StreamIndex
 
 
 class TokenIndex(NamedTuple):

@@ -1,0 +1,120 @@
+// knapformer._core: the planners and the evaluator for Python. Arrays are copied in, columns move out, and the GIL is
+// released in between.
+#include <nanobind/nanobind.h>
+#include <nanobind/ndarray.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/vector.h>
+
+#include <utility>
+
+#include "baselines.hpp"
+#include "bounds.hpp"
+#include "evaluate.hpp"
+#include "problem.hpp"
+
+namespace nb = nanobind;
+using namespace knapformer;
+
+namespace {
+
+template <typename T>
+using Input = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename T>
+std::vector<T> copy_in(const Input<T>& array) {
+  return std::vector<T>(array.data(), array.data() + array.shape(0));
+}
+
+template <typename T>
+nb::object move_out(std::vector<T>&& values) {
+  auto* owned = new std::vector<T>(std::move(values));
+  nb::capsule owner(owned, [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
+  return nb::cast(nb::ndarray<nb::numpy, T, nb::ndim<1>>(owned->data(), {owned->size()}, owner));
+}
+
+nb::tuple columns_out(PlanColumns&& c) {
+  return nb::make_tuple(move_out(std::move(c.segment_offsets)), move_out(std::move(c.segment_rank)),
+                        move_out(std::move(c.segment_start)), move_out(std::move(c.segment_end)),
+                        move_out(std::move(c.tile_offsets)), move_out(std::move(c.tile_rank)),
+                        move_out(std::move(c.tile_head_start)), move_out(std::move(c.tile_head_end)),
+                        move_out(std::move(c.tile_query_start)), move_out(std::move(c.tile_query_end)));
+}
+
+// Runs a planner without the GIL.
+template <typename Planner>
+nb::object solve(Planner planner) {
+  std::optional<PlanColumns> columns;
+  {
+    nb::gil_scoped_release release;
+    columns = planner();
+  }
+  if (!columns) return nb::none();
+  return columns_out(std::move(*columns));
+}
+
+void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, Input<double> attention_s,
+                  double linear_s_per_token, int32_t num_heads, Input<double> speeds, Input<int32_t> nodes,
+                  double intra_bytes_per_s, double inter_bytes_per_s, double communication_scale,
+                  double bytes_per_head_token, const std::optional<Input<int64_t>>& max_tokens) {
+  new (self) Problem();
+  self->lengths = copy_in(lengths);
+  self->homes = copy_in(homes);
+  self->attention_s = copy_in(attention_s);
+  self->linear_s_per_token = linear_s_per_token;
+  self->num_heads = num_heads;
+  self->speeds = copy_in(speeds);
+  self->nodes = copy_in(nodes);
+  self->num_ranks = static_cast<int32_t>(self->speeds.size());
+  self->intra_bytes_per_s = intra_bytes_per_s;
+  self->inter_bytes_per_s = inter_bytes_per_s;
+  self->communication_scale = communication_scale;
+  self->bytes_per_head_token = bytes_per_head_token;
+  self->max_tokens = max_tokens ? copy_in(*max_tokens) : std::vector<int64_t>(self->speeds.size(), kNoCap);
+  self->prepare();
+}
+
+nb::dict evaluate_arrays(const Problem& problem, Input<int64_t> segment_offsets, Input<int32_t> segment_rank,
+                         Input<int64_t> segment_start, Input<int64_t> segment_end, Input<int64_t> tile_offsets,
+                         Input<int32_t> tile_rank, Input<int32_t> tile_head_start, Input<int32_t> tile_head_end,
+                         Input<int64_t> tile_query_start, Input<int64_t> tile_query_end) {
+  const PlanView view{problem.num_sequences(), segment_offsets.data(), segment_rank.data(), segment_start.data(),
+                      segment_end.data(), tile_offsets.data(), tile_rank.data(), tile_head_start.data(),
+                      tile_head_end.data(), tile_query_start.data(), tile_query_end.data()};
+  Evaluation e;
+  double tight_s = 0.0;
+  {
+    nb::gil_scoped_release release;
+    e = evaluate(problem, view);
+    tight_s = tight_bound_s(problem);
+  }
+  nb::dict out;
+  out["makespan_s"] = e.makespan_s;
+  out["lower_bound_s"] = problem.lower_bound_s();
+  out["tight_bound_s"] = tight_s;
+  out["bytes"] = e.bytes;
+  out["num_split"] = e.num_split;
+  out["num_meetings"] = e.num_meetings;
+  out["moved_tokens"] = e.moved_tokens;
+  out["linear_s"] = move_out(std::move(e.linear_s));
+  out["attention_s"] = move_out(std::move(e.attention_s));
+  out["communication_s"] = move_out(std::move(e.communication_s));
+  out["tokens"] = move_out(std::move(e.tokens));
+  return out;
+}
+
+}  // namespace
+
+NB_MODULE(_core, m) {
+  nb::class_<Problem>(m, "Problem")
+      .def("__init__", &init_problem, nb::arg("lengths"), nb::arg("homes"), nb::arg("attention_s"),
+           nb::arg("linear_s_per_token"), nb::arg("num_heads"), nb::arg("speeds"), nb::arg("nodes"),
+           nb::arg("intra_bytes_per_s"), nb::arg("inter_bytes_per_s"), nb::arg("communication_scale"),
+           nb::arg("bytes_per_head_token"), nb::arg("max_tokens").none());
+  m.def("evaluate", &evaluate_arrays);
+  m.def("home", [](const Problem& p) { return solve([&] { return std::optional(plan_home(p)); }); });
+  m.def("whole", [](const Problem& p) { return solve([&] { return plan_whole(p); }); });
+  m.def("ulysses", [](const Problem& p) { return solve([&] { return std::optional(plan_ulysses(p)); }); });
+  m.def("bags", [](const Problem& p, const std::vector<int32_t>& sizes) {
+    return solve([&] { return std::optional(plan_bags(p, sizes)); });
+  });
+}

@@ -1,0 +1,35 @@
+"""The planners and the evaluator in C++ (csrc/)."""
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+_I32 = npt.NDArray[np.int32]
+_I64 = npt.NDArray[np.int64]
+_F64 = npt.NDArray[np.float64]
+_Columns = tuple[_I64, _I32, _I64, _I64, _I64, _I32, _I32, _I32, _I64, _I64]
+
+class Problem:
+    def __init__(
+        self,
+        lengths: _I64,
+        homes: _I32,
+        attention_s: _F64,
+        linear_s_per_token: float,
+        num_heads: int,
+        speeds: _F64,
+        nodes: _I32,
+        intra_bytes_per_s: float,
+        inter_bytes_per_s: float,
+        communication_scale: float,
+        bytes_per_head_token: float,
+        max_tokens: _I64 | None,
+    ) -> None: ...
+
+def evaluate(problem: Problem, *columns: npt.NDArray[Any]) -> dict[str, Any]: ...
+def home(problem: Problem) -> _Columns: ...
+def whole(problem: Problem) -> _Columns | None: ...
+def ulysses(problem: Problem) -> _Columns: ...
+def bags(problem: Problem, bag_sizes: list[int]) -> _Columns: ...
+def moldable(problem: Problem) -> _Columns: ...

@@ -1,0 +1,324 @@
+"""The facade: a ``Balancer`` for the run, a ``Step`` for each batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from importlib.metadata import version
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from knapformer.attend import BalancedAttention
+from knapformer.attention_schedule import attention_schedule
+from knapformer.cost import CostModel
+from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, RankError
+from knapformer.exchange import Channel, Meter, Route, exchange
+from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
+from knapformer.lengths import IntArray, Lengths, parse_local_lengths
+from knapformer.plan import Plan
+from knapformer.planners import Evaluation, evaluate, make_plan
+from knapformer.schedule import Exchange, RankTokens, conditioning_exchange, token_exchange, window
+from knapformer.streams import TEXT, VISUAL, StreamIndex
+from knapformer.topology import Topology
+
+Planner = str | Callable[[Lengths], Plan]
+
+
+class Balancer:
+    """Plans each step of a balancing group of ranks. It keeps no state of a step.
+
+    Every rank of ``group`` makes one, with the same arguments, at the same point of the program.
+
+    Args:
+        cost: what lengths cost; by default FLUX.1's width on the default machine. See ``knapformer.cost``.
+        planner: name of a planner, or a function from ``Lengths`` to ``Plan`` that gives the same on every rank.
+        topology: bags such as ``"g1n2+g2n1"``. Where the group is a multiple of the bags' total, consecutive ranks
+            form independent balancing groups.
+        group: ranks that exchange tokens; by default the default group. They need not be the ranks of FSDP.
+        max_tokens_per_rank: cap on the tokens that a rank holds; see ``knapformer.make_plan``.
+        num_kv_heads: key and value heads, where they are fewer than ``cost.num_heads``.
+        kernel: attention kernel; see ``knapformer.kernels.varlen_attention``.
+        overlap: compute whole sequences' attention while the others' q, k and v are in flight.
+        meter: counts time and bytes in exchanges.
+
+    Raises:
+        ConfigurationError: arguments that do not fit each other or the group.
+    """
+
+    def __init__(
+        self,
+        cost: CostModel | None = None,
+        *,
+        planner: Planner = "moldable",
+        topology: Topology | str | None = None,
+        group: dist.ProcessGroup | None = None,
+        max_tokens_per_rank: int | Sequence[int] | str | None = "auto",
+        num_kv_heads: int | None = None,
+        kernel: str = "auto",
+        overlap: bool = True,
+        meter: Meter | None = None,
+    ) -> None:
+        self.cost = CostModel() if cost is None else cost
+        self.planner = planner
+        self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
+        self.max_tokens_per_rank = max_tokens_per_rank
+        self.num_kv_heads = num_kv_heads
+        self.kernel, self.overlap = kernel, overlap
+        bag_ranks = self.topology.num_ranks if self.topology is not None and self.topology.bag_sizes else None
+        self.group = BalancingGroup.create(group, bag_ranks)
+        self.channel = Channel(self.group.data, self.group.rank, meter)
+
+    def prepare(
+        self,
+        lengths: Any,
+        *,
+        num_rows: int | None = None,
+        error: BaseException | None = None,
+        conditioning: Mapping[str, Any] | None = None,
+    ) -> Step:
+        """Exchange lengths and plan a step. Every rank of the balancing group calls it, once per step.
+
+        Args:
+            lengths: tokens of each sequence that this rank loaded, in order; or a mapping of stream names to such
+                lists (``{"text": […], "visual": […]}``), stored in that order inside each sequence.
+            num_rows: rows of this rank's packed tensors; where given, the lengths must sum to it.
+            error: what went wrong on this rank while it loaded its batch; then ``lengths`` may be anything.
+            conditioning: rows of ragged conditioning of each sequence, by name; see ``Step.route_conditioning``.
+
+        Returns:
+            The step.
+
+        Raises:
+            LengthsError, ConfigurationError, CapacityError, RankError, DisagreementError: a bad input on one rank,
+                naming it; the same on all ranks, before any token moves.
+        """
+        local = _local_input(lengths, num_rows, error, conditioning)
+        everywhere, rows = gather_inputs(self.group, local, self._fingerprint())
+        plan, failure = None, None
+        try:
+            plan = self.plan(everywhere)
+        except KnapFormerError as planning_error:
+            failure = planning_error
+        agree_on_plan(self.group, None if plan is None else plan.digest(), failure)
+        assert plan is not None
+        return Step(self, plan, everywhere, rows)
+
+    def plan(self, lengths: Lengths) -> Plan:
+        """The plan for the lengths of all ranks of the balancing group. Not a collective."""
+        if callable(self.planner):
+            return self.planner(lengths)
+        return make_plan(
+            lengths,
+            planner=self.planner,
+            topology=self.topology,
+            cost=self.cost,
+            max_tokens_per_rank=self.max_tokens_per_rank,
+            num_kv_heads=self.num_kv_heads,
+            group_offset=self.group.offset,
+        )
+
+    def _fingerprint(self) -> dict[str, Any]:
+        """What must be the same on all ranks, as JSON."""
+        planner = self.planner if isinstance(self.planner, str) else getattr(self.planner, "__qualname__", "callable")
+        caps = self.max_tokens_per_rank
+        return {
+            "version": version("knapformer"),
+            "planner": planner,
+            "topology": None if self.topology is None else [str(self.topology), self.topology.ranks_per_node],
+            "cost": self.cost.to_dict(),
+            "max_tokens_per_rank": caps if caps is None or isinstance(caps, int | str) else list(caps),
+            "num_kv_heads": self.num_kv_heads,
+            "group_size": self.group.size,
+        }
+
+
+class Step:
+    """One planned step on one rank; ``Balancer.prepare`` makes it.
+
+    Local tokens are packed rows: whole sequences first, then parts of split ones, each by id; inside a sequence by
+    position. All exchanges are collectives over the balancing group: every rank calls the same ones in the same order.
+
+    Attributes:
+        plan: the plan, identical on every rank.
+        lengths: the lengths of all ranks.
+        rank: this rank in the balancing group.
+    """
+
+    def __init__(self, balancer: Balancer, plan: Plan, lengths: Lengths, conditioning_rows: Mapping[str, IntArray]):
+        self.plan, self.lengths, self.rank = plan, lengths, balancer.group.rank
+        self._balancer, self._rows = balancer, dict(conditioning_rows)
+        self._tokens = RankTokens.of(plan, self.rank)
+        self._routes: dict[Any, Route] = {}
+        self._attentions: dict[Any, BalancedAttention] = {}
+
+    @property
+    def num_ranks(self) -> int:
+        return self.plan.world_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed rows on this rank."""
+        return self._tokens.num_rows
+
+    @property
+    def sequence_ids(self) -> IntArray:
+        """(S_local,) ids of the sequences of which this rank holds a token, in packed order."""
+        return self._tokens.sequence_ids
+
+    @property
+    def local_lengths(self) -> IntArray:
+        """(S_local,) tokens of each of them on this rank."""
+        return self._tokens.sequence_tokens
+
+    @cached_property
+    def sequence_index(self) -> Tensor:
+        """(T,) int64: for each packed row, the row of ``route_conditioning``'s result that is its sequence's."""
+        index = np.repeat(np.arange(len(self.sequence_ids)), self.local_lengths)
+        return torch.from_numpy(index).to(self._balancer.group.device, non_blocking=True)
+
+    @cached_property
+    def streams(self) -> StreamIndex:
+        """Which packed rows are text and which are visual, for lengths with streams of these names."""
+        kinds = {"text": TEXT, "visual": VISUAL}
+        names = [name for name, _ in self.lengths.streams]
+        if not set(names) <= set(kinds) or not names:
+            raise ConfigurationError(f"needs lengths with streams 'text' and 'visual', got {names}")
+        tokens, counts = self._tokens, []
+        for name in names:
+            low, high = window(self.lengths, name)
+            start, end = np.maximum(tokens.start, low[tokens.sequence]), np.minimum(tokens.end, high[tokens.sequence])
+            counts.append(np.maximum(end - start, 0))
+        pattern = np.tile([kinds[name] for name in names], len(tokens.sequence))
+        ids = np.repeat(pattern, np.stack(counts, axis=1).ravel())
+        return StreamIndex.from_stream_ids(ids, device=self._balancer.group.device)
+
+    @cached_property
+    def evaluation(self) -> Evaluation:
+        """What the plan costs, as the cost model predicts it."""
+        return evaluate(self.plan, self._balancer.cost)
+
+    def conditioning_lengths(self, name: str) -> list[int]:
+        """Rows of ragged conditioning ``name`` of each local sequence, in packed order."""
+        rows: list[int] = self._conditioning_rows(name)[self.sequence_ids].tolist()
+        return rows
+
+    def route(self, *tensors: Tensor, stream: str | None = None) -> Any:
+        """Move tokens from home to the ranks that hold them: one all-to-all per dtype, differentiable.
+
+        Args:
+            tensors: (rows of this rank's sequences at home, …), any number, dtypes and trailing shapes. Every rank
+                gives as many, of the same dtypes and trailing shapes, and the same of them requiring gradients.
+            stream: the tensors have the rows of this stream only.
+
+        Returns:
+            (packed rows on this rank, …) for each tensor; a single tensor for a single one.
+
+        Raises:
+            LengthsError: the rows are not those of the lengths. Give ``num_rows`` to ``prepare`` for all ranks to know.
+        """
+        return self._exchange(tensors, ("tokens", stream), reverse=False)
+
+    def restore(self, *tensors: Tensor, stream: str | None = None) -> Any:
+        """Bring tokens home, in the original order: the inverse of ``route``, with the same arguments."""
+        return self._exchange(tensors, ("tokens", stream), reverse=True)
+
+    def route_conditioning(self, *tensors: Tensor, name: str | None = None) -> Any:
+        """Copy rows of each sequence to every rank that holds one of its tokens; gradients are summed at home.
+
+        Args:
+            tensors: (sequences at home, …), a row for each; with ``name``, as many rows for each sequence as
+                ``prepare(conditioning={name: …})`` said.
+
+        Returns:
+            (local sequences, …) in packed order; with ``name``, all rows of those sequences.
+        """
+        return self._exchange(tensors, ("conditioning", name), reverse=False)
+
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
+        """Attention of each sequence to itself, wherever its tokens are. Every rank calls it for every layer.
+
+        Args:
+            q: (T, H, D) packed rows; k, v: (T, Hkv, D). Heads other than the plan's get the plan's shares.
+            scale: of the scores; None means 1/√D.
+            causal: a query sees keys up to its own position.
+
+        Returns:
+            (T, H, D).
+        """
+        key = (q.shape[1], k.shape[1], q.device)
+        if key not in self._attentions:
+            self._attentions[key] = self._make_attention(q.shape[1], k.shape[1], q.device)
+        return self._attentions[key](q, k, v, scale=scale, causal=causal)
+
+    def _make_attention(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
+        balancer = self._balancer
+        schedule = attention_schedule(self.plan.with_heads(num_heads, num_kv_heads), self._tokens, self.rank)
+        return BalancedAttention(
+            schedule,
+            balancer.channel,
+            device,
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            kernel=balancer.kernel,
+            overlap=balancer.overlap,
+        )
+
+    def _exchange(self, tensors: Sequence[Tensor], kind: tuple[str, str | None], *, reverse: bool) -> Any:
+        if not tensors:
+            raise ConfigurationError("expected at least one tensor")
+        outputs: list[Tensor | None] = [None] * len(tensors)
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+            routes = [self._route(kind, tensors[i].device, reverse) for i in chosen]
+            flat = [self._as_rows(tensors[i], route) for i, route in zip(chosen, routes, strict=True)]
+            for i, y in zip(chosen, exchange(flat, routes, self._balancer.channel), strict=True):
+                outputs[i] = y.view(-1, *tensors[i].shape[1:]) if y.numel() else y.view(y.shape[0], *tensors[i].shape[1:])
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _as_rows(self, x: Tensor, route: Route) -> Tensor:
+        if x.dim() == 0 or x.shape[0] != route.num_in:
+            raise LengthsError(f"rank {self.rank}: expected a tensor of {route.num_in} rows, got shape {tuple(x.shape)}")
+        return x.reshape(x.shape[0], int(np.prod(x.shape[1:])))
+
+    def _route(self, kind: tuple[str, str | None], device: torch.device, reverse: bool) -> Route:
+        key = (*kind, device, reverse)
+        if key not in self._routes:
+            forward = self._routes.get((*kind, device, False)) or Route.of(self._schedule(*kind), device)
+            self._routes[key] = forward.reversed() if reverse else forward
+        return self._routes[key]
+
+    def _schedule(self, kind: str, name: str | None) -> Exchange:
+        where = (self.plan, self.lengths, self._tokens, self.rank)
+        if kind == "tokens":
+            return token_exchange(*where, stream=name)
+        return conditioning_exchange(*where, rows=None if name is None else self._conditioning_rows(name))
+
+    def _conditioning_rows(self, name: str) -> IntArray:
+        if name not in self._rows:
+            raise ConfigurationError(f"no conditioning {name!r}: prepare was told of {sorted(self._rows)}")
+        return self._rows[name]
+
+
+def _local_input(
+    lengths: Any, num_rows: int | None, error: BaseException | None, conditioning: Mapping[str, Any] | None
+) -> LocalInput:
+    """Everything that can be wrong on this rank alone, as an error that is carried to all ranks."""
+    try:
+        if error is not None:
+            raise RankError(f"{type(error).__name__}: {error}")
+        streams = parse_local_lengths(lengths)
+        num_tokens = sum(int(part.sum()) for part in streams.values())
+        if num_rows is not None and num_tokens != num_rows:
+            raise LengthsError(f"the lengths sum to {num_tokens} tokens, the tensors have {num_rows} rows")
+        count = len(next(iter(streams.values())))
+        rows = parse_local_lengths(conditioning) if conditioning else {}
+        for name, part in rows.items():
+            if len(part) != count:
+                raise LengthsError(f"conditioning {name!r} lists {len(part)} sequences, the lengths {count}")
+        return LocalInput(streams, rows)
+    except KnapFormerError as failure:
+        return LocalInput({}, {}, failure)

@@ -1,0 +1,200 @@
+"""Process groups, and what ranks agree on before any token moves.
+
+Agreement goes over a CPU group of its own, so that it neither waits for the device nor gets between the collectives of
+a step that runs meanwhile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from knapformer.errors import (
+    CapacityError,
+    ConfigurationError,
+    DisagreementError,
+    KnapFormerError,
+    LengthsError,
+    PlanError,
+    RankError,
+)
+from knapformer.lengths import IntArray, Lengths
+
+_ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError)
+_HEADER = 5
+"""Integers of a rank's header: hash of the configuration, of the names, sequences, numbers and bytes of text."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BalancingGroup:
+    """The ranks that plan together.
+
+    Attributes:
+        data: process group that tokens travel over; None for a single rank without torch.distributed.
+        control: gloo group of the same ranks for lengths and digests.
+        rank: this rank in the group.
+        size: ranks of the group.
+        offset: rank, in the group that was given, of this group's rank 0.
+        device: where tokens live: the CPU for gloo, else the accelerator.
+    """
+
+    data: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None
+    rank: int
+    size: int
+    offset: int
+    device: torch.device
+
+    @classmethod
+    def create(cls, group: dist.ProcessGroup | None = None, size: int | None = None) -> BalancingGroup:
+        """Make the groups. Every rank of ``group`` calls it, once, in the same order as other group creations.
+
+        Args:
+            group: whose ranks balance; the default group if None. Without torch.distributed this is one rank alone.
+            size: ranks of a balancing group, where several of them share ``group``; consecutive ranks belong together.
+
+        Raises:
+            ConfigurationError: ``group`` is not a multiple of ``size``.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            _check_multiple(1, size)
+            return cls(None, None, 0, 1, 0, torch.device("cpu"))
+        data = dist.group.WORLD if group is None else group
+        assert data is not None
+        world_size, rank = dist.get_world_size(data), dist.get_rank(data)
+        size = _check_multiple(world_size, size)
+        offset = rank // size * size
+        members = [dist.get_global_rank(data, r) for r in range(offset, offset + size)]
+        if size < world_size:
+            data = dist.new_group(members, use_local_synchronization=True)
+        control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        device = torch.device("cpu") if dist.get_backend(data) == "gloo" else torch.accelerator.current_accelerator()
+        return cls(data, control, rank - offset, size, offset, device or torch.device("cpu"))
+
+
+def _check_multiple(world_size: int, size: int | None) -> int:
+    size = world_size if size is None else size
+    if size < 1 or world_size % size:
+        raise ConfigurationError(f"a world of {world_size} ranks is not a multiple of the {size} ranks of the topology")
+    return size
+
+
+@dataclass(frozen=True, slots=True)
+class LocalInput:
+    """What one rank brings to a step.
+
+    Attributes:
+        streams: tokens of each local sequence, by stream; ``{"": …}`` where streams have no names.
+        conditioning: rows of ragged conditioning of each local sequence, by name.
+        error: what went wrong on this rank instead.
+    """
+
+    streams: Mapping[str, IntArray]
+    conditioning: Mapping[str, IntArray]
+    error: KnapFormerError | None = None
+
+
+def gather_inputs(
+    group: BalancingGroup, local: LocalInput, configuration: Mapping[str, Any]
+) -> tuple[Lengths, dict[str, IntArray]]:
+    """The lengths, and ragged conditioning rows (S,), of all ranks. Every rank of the group calls it.
+
+    Raises:
+        KnapFormerError: of the type and with the text of the lowest rank's error, on all ranks, naming that rank.
+        DisagreementError: ranks run other configurations or versions, or name other streams; on all ranks.
+    """
+    columns = [*local.streams.values(), *local.conditioning.values()]
+    numbers = np.concatenate(columns) if columns and local.error is None else np.zeros(0, np.int64)
+    names = [list(local.streams), list(local.conditioning)] if local.error is None else []
+    text = json.dumps({"configuration": configuration, "names": names, "error": _error_dict(local.error)}).encode()
+    count = len(columns[0]) if columns and local.error is None else 0
+    header = [_hash(configuration), _hash(names), count, len(numbers), 0 if local.error is None else len(text)]
+    headers = _all_gather(group, np.asarray(header, np.int64))
+    if (headers[:, :2] != headers[0, :2]).any() or headers[:, 4].any():
+        raise _disagreement(group, text)
+    gathered = _all_gather(group, numbers, headers[:, 3].tolist())
+    tables = [own.reshape(len(columns), -1) for own in gathered]
+    num_streams = len(local.streams)
+    lengths = Lengths.from_streams([table[:num_streams] for table in tables], tuple(local.streams))
+    rows = np.concatenate([table[num_streams:] for table in tables], axis=1)
+    return lengths, dict(zip(local.conditioning, rows, strict=True))
+
+
+def agree_on_plan(group: BalancingGroup, digest: bytes | None, error: KnapFormerError | None) -> None:
+    """Check that all ranks made the same plan. Every rank of the group calls it.
+
+    Args:
+        digest: 32 bytes of this rank's plan; None where planning failed.
+        error: why it failed.
+
+    Raises:
+        KnapFormerError: planning failed on a rank; the same on all ranks.
+        DisagreementError: the plans differ; on all ranks.
+    """
+    own = np.frombuffer(digest or bytes(32), np.int64)
+    table = _all_gather(group, np.append(own, int(error is not None)))
+    if table[:, -1].any():
+        text = json.dumps({"error": _error_dict(error)}).encode()
+        raise _disagreement(group, text)
+    differing = np.flatnonzero((table != table[0]).any(axis=1))
+    if len(differing):
+        raise DisagreementError(f"rank {differing[0]} made another plan than rank 0 from the same lengths")
+
+
+def _disagreement(group: BalancingGroup, text: bytes) -> KnapFormerError:
+    """Every rank's own words, gathered, as the one error that all ranks raise."""
+    sizes = _all_gather(group, np.asarray([len(text)], np.int64))[:, 0].tolist()
+    padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8), np.int64)
+    gathered = _all_gather(group, padded, [-(-size // 8) for size in sizes])
+    said = [json.loads(own.tobytes()[:size]) for own, size in zip(gathered, sizes, strict=True)]
+    for rank, words in enumerate(said):
+        if words["error"] is not None:
+            kind = next((e for e in _ERRORS if e.__name__ == words["error"][0]), RankError)
+            same = all(other["error"] == words["error"] for other in said)
+            return kind(words["error"][1] if same and kind is not RankError else f"rank {rank}: {words['error'][1]}")
+    for rank, words in enumerate(said):
+        for key, value in words["configuration"].items():
+            if value != said[0]["configuration"].get(key):
+                return DisagreementError(
+                    f"rank {rank} has {key} {value!r}, rank 0 has {said[0]['configuration'].get(key)!r}"
+                )
+        if words["names"] != said[0]["names"]:
+            return DisagreementError(
+                f"rank {rank} names streams and conditioning {words['names']}, rank 0 {said[0]['names']}"
+            )
+    return DisagreementError("ranks disagree, but say the same: a hash collision")
+
+
+def _all_gather(group: BalancingGroup, numbers: np.ndarray, counts: list[int] | None = None) -> Any:
+    """(N, n) where all ranks bring n numbers; else a list of N arrays of ``counts`` numbers."""
+    if group.control is None:
+        return numbers[None] if counts is None else [numbers]
+    longest = len(numbers) if counts is None else max(counts)
+    own = torch.zeros(longest, dtype=torch.int64)
+    own[: len(numbers)] = torch.from_numpy(np.array(numbers, np.int64))
+    table = torch.empty(group.size * longest, dtype=torch.int64)
+    if longest:
+        _all_gather_flat(table, own, group)
+    rows = table.view(group.size, longest).numpy()
+    return rows if counts is None else [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def _all_gather_flat(table: Tensor, own: Tensor, group: BalancingGroup) -> None:
+    dist.all_gather_into_tensor(table, own, group=group.control)
+
+
+def _error_dict(error: KnapFormerError | None) -> list[str] | None:
+    return None if error is None else [type(error).__name__, str(error)]
+
+
+def _hash(content: Any) -> int:
+    """63 bits that are the same on every machine."""
+    return int.from_bytes(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:8], "little") >> 1
