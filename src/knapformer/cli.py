@@ -117,7 +117,7 @@ def plan(
     console = Console()
     home = evaluate(make_plan(step_lengths, planner="home", cost=model_cost, max_tokens_per_rank=None), model_cost)
     console.print(_summary_table(summary, home.makespan_s))
-    console.print(plan_table(result, evaluation))
+    console.print(plan_table(result, evaluation, width=console.width))
 
 
 @app.command()
