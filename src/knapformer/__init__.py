@@ -1,1 +1,62 @@
-"""KnapFormer: straggler-free training of Diffusion Transformers on mixed image resolutions and video."""
+"""KnapFormer: straggler-free training of Diffusion Transformers on mixed image resolutions and video.
+
+The names below come from pure modules, except ``Balancer``, ``Step`` and ``Meter``, which load torch when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from knapformer.cost import CostModel, Machine
+from knapformer.errors import (
+    CapacityError,
+    ConfigurationError,
+    DisagreementError,
+    KnapFormerError,
+    LengthsError,
+    PlanError,
+    RankError,
+)
+from knapformer.lengths import Lengths
+from knapformer.plan import Plan
+from knapformer.planners import Evaluation, evaluate, make_plan
+from knapformer.topology import Topology
+from knapformer.version import __version__
+
+if TYPE_CHECKING:
+    from knapformer.balancer import Balancer, Step
+    from knapformer.exchange import Meter
+
+__all__ = [
+    "Balancer",
+    "CapacityError",
+    "ConfigurationError",
+    "CostModel",
+    "DisagreementError",
+    "Evaluation",
+    "KnapFormerError",
+    "Lengths",
+    "LengthsError",
+    "Machine",
+    "Meter",
+    "Plan",
+    "PlanError",
+    "RankError",
+    "Step",
+    "Topology",
+    "__version__",
+    "evaluate",
+    "make_plan",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("Balancer", "Step"):
+        from knapformer import balancer
+
+        return getattr(balancer, name)
+    if name == "Meter":
+        from knapformer.exchange import Meter
+
+        return Meter
+    raise AttributeError(f"module 'knapformer' has no attribute {name!r}")

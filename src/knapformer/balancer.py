@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -24,6 +23,7 @@ from knapformer.planners import Evaluation, evaluate, make_plan
 from knapformer.schedule import Exchange, RankTokens, conditioning_exchange, token_exchange, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
 from knapformer.topology import Topology
+from knapformer.version import __version__
 
 Planner = str | Callable[[Lengths], Plan]
 
@@ -126,7 +126,7 @@ class Balancer:
         planner = self.planner if isinstance(self.planner, str) else getattr(self.planner, "__qualname__", "callable")
         caps = self.max_tokens_per_rank
         return {
-            "version": version("knapformer"),
+            "version": __version__,
             "planner": planner,
             "topology": None if self.topology is None else [str(self.topology), self.topology.ranks_per_node],
             "cost": self.cost.to_dict(),
@@ -276,12 +276,16 @@ class Step:
             routes = [self._route(kind, tensors[i].device, reverse) for i in chosen]
             flat = [self._as_rows(tensors[i], route) for i, route in zip(chosen, routes, strict=True)]
             for i, y in zip(chosen, exchange(flat, routes, self._balancer.channel), strict=True):
-                outputs[i] = y.view(-1, *tensors[i].shape[1:]) if y.numel() else y.view(y.shape[0], *tensors[i].shape[1:])
+                outputs[i] = (
+                    y.view(-1, *tensors[i].shape[1:]) if y.numel() else y.view(y.shape[0], *tensors[i].shape[1:])
+                )
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _as_rows(self, x: Tensor, route: Route) -> Tensor:
         if x.dim() == 0 or x.shape[0] != route.num_in:
-            raise LengthsError(f"rank {self.rank}: expected a tensor of {route.num_in} rows, got shape {tuple(x.shape)}")
+            raise LengthsError(
+                f"rank {self.rank}: expected a tensor of {route.num_in} rows, got shape {tuple(x.shape)}"
+            )
         return x.reshape(x.shape[0], int(np.prod(x.shape[1:])))
 
     def _route(self, kind: tuple[str, str | None], device: torch.device, reverse: bool) -> Route:

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from knapformer.errors import (
     CapacityError,
@@ -198,15 +197,11 @@ def _all_gather(group: BalancingGroup, numbers: np.ndarray, counts: list[int] | 
     longest = len(numbers) if counts is None else max(counts)
     own = torch.zeros(longest, dtype=torch.int64)
     own[: len(numbers)] = torch.from_numpy(np.array(numbers, np.int64))
-    table = torch.empty(group.size * longest, dtype=torch.int64)
+    table = torch.empty(group.size, longest, dtype=torch.int64)
     if longest:
-        _all_gather_flat(table, own, group)
-    rows = table.view(group.size, longest).numpy()
+        dist.all_gather(list(table.unbind()), own, group=group.control)
+    rows = table.numpy()
     return rows if counts is None else [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-
-def _all_gather_flat(table: Tensor, own: Tensor, group: BalancingGroup) -> None:
-    dist.all_gather_into_tensor(table, own, group=group.control)
 
 
 def _error_dict(error: KnapFormerError | None) -> list[str] | None:

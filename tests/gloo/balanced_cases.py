@@ -1,0 +1,183 @@
+"""Balanced and unbalanced runs of the same samples on gloo ranks, compared tensor by tensor (law 3)."""
+
+from __future__ import annotations
+
+import random
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+for folder in ("models", "pure"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
+
+from model_cases import Sample, alone, dit, error, mmdit, pack, samples
+from plan_cases import random_plan
+
+from knapformer import Balancer, CostModel, Lengths, Plan
+from knapformer.parallel import checkpoint, shard
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
+MODELS = {"dit": dit, "mmdit": mmdit}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Attributes:
+        planner: name, or "random" for plans that put anything anywhere.
+        wrong: a fault that the comparison must notice: "scale", "drop" or "permute" a gradient of the exchange.
+    """
+
+    model: str = "mmdit"
+    num_heads: int = 3
+    num_kv_heads: int | None = None
+    dtype: torch.dtype = torch.float64
+    planner: str = "random"
+    checkpoint: str | None = None
+    fsdp: bool = False
+    shard_size: int | None = None
+    seed: int = 0
+    overlap: bool = True
+    wrong: str = ""
+
+
+def homes(case: Case, world_size: int) -> tuple[list[int], list[int], list[list[int]]]:
+    """Text and visual tokens of each sample, and the samples of each rank; some ranks have none."""
+    rng = random.Random(case.seed)
+    text, visual, ranks = [], [], []
+    for rank in range(world_size):
+        count = 0 if rank and rng.random() < 0.25 else rng.choice([1, 2, 3])
+        ranks.append(list(range(len(text), len(text) + count)))
+        text += [rng.choice([0, 1, 3, 6]) for _ in range(count)]
+        visual += [rng.choice([0, 1, 2, 9, 17, 30]) for _ in range(count)]
+    return text, visual, ranks
+
+
+def make_planner(case: Case):
+    if case.planner != "random":
+        return case.planner
+
+    def plan(lengths: Lengths) -> Plan:
+        rng = random.Random(case.seed + 1000)
+        return random_plan(lengths.to_lists(), case.num_heads, rng, num_kv_heads=case.num_kv_heads)
+
+    return plan
+
+
+def build(case: Case) -> nn.Module:
+    changes = {"num_kv_heads": case.num_kv_heads} if case.num_kv_heads else {}
+    return MODELS[case.model](case.num_heads, **changes).to(case.dtype)
+
+
+def cast(batch: list[Sample], dtype: torch.dtype) -> list[Sample]:
+    """Leaves of their own in another dtype."""
+
+    def leaf(x: Tensor) -> Tensor:
+        return x.detach().to(dtype).requires_grad_(x.requires_grad)
+
+    return [Sample(leaf(s.text), leaf(s.visual), s.position_ids, leaf(s.conditioning), leaf(s.weight)) for s in batch]
+
+
+def compare(rank: int, world_size: int, case: Case) -> dict[str, float]:
+    """The largest relative error of outputs and of each kind of gradient on this rank."""
+    text, visual, ranks = homes(case, world_size)
+    batch = cast(samples(text, visual, seed=case.seed), case.dtype)
+    reference = build(case)
+    expected, expected_gradients = alone_in(reference, batch, case.dtype)
+    model = build(case)
+    if case.checkpoint:
+        checkpoint(model, what=case.checkpoint)
+    if case.fsdp:
+        shard(model, shard_size=case.shard_size)
+    mine = cast([batch[i] for i in ranks[rank]], case.dtype)
+    output = balanced(model, mine, case, rank)
+    weights = torch.cat([output.new_zeros(0, 5), *(s.weight for s in mine)])
+    scale = world_size if case.fsdp else 1  # FSDP averages gradients
+    leaves = [leaf for s in mine for leaf in s.leaves]
+    ((output * weights).sum() * scale).backward()
+    starts = [sum(visual[:i]) for i in range(len(visual) + 1)]
+    own = [expected[starts[i] : starts[i + 1]] for i in ranks[rank]]
+    found = {"output": error(output, torch.cat([output.new_zeros(0, 5), *own]))}
+    num_parameters = len(list(model.parameters()))
+    names = [name for name, _ in model.named_parameters()]
+    for at, (name, parameter) in enumerate(zip(names, model.parameters(), strict=True)):
+        gradient = full_gradient(parameter, case)
+        found[f"parameter {name}"] = relative(gradient, expected_gradients[at])
+    for at, leaf in enumerate(leaves):
+        i, kind = ranks[rank][at // 3], ("text", "visual", "conditioning")[at % 3]
+        got = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / scale
+        found[f"{kind} of sample {i}"] = relative(got, expected_gradients[num_parameters + 3 * i + at % 3])
+    return found
+
+
+def relative(value: Tensor, reference: Tensor) -> float:
+    """Relative to the reference, or absolute where that is zero but for rounding."""
+    return error(value, reference) if float(reference.norm()) > 1e-12 else float((value - reference).norm())
+
+
+def alone_in(model: nn.Module, batch: list[Sample], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    previous = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        return alone(model, batch)
+    finally:
+        torch.set_default_dtype(previous)
+
+
+def full_gradient(parameter: nn.Parameter, case: Case) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    if case.fsdp:
+        return gradient.full_tensor()
+    dist.all_reduce(gradient)
+    return gradient
+
+
+def balanced(model: nn.Module, mine: list[Sample], case: Case, rank: int) -> Tensor:
+    """(visual rows at home, 5): route, model, restore."""
+    cost = CostModel(hidden=8 * case.num_heads, num_heads=case.num_heads, flops_per_s=1e9)
+    balancer = Balancer(
+        cost, planner=make_planner(case), overlap=case.overlap, num_kv_heads=case.num_kv_heads, topology=topology(case)
+    )
+    visual, text, position_ids, conditioning, _, streams = pack(mine)
+    visual, text, conditioning = (x.to(case.dtype) for x in (visual, text, conditioning))
+    visual.requires_grad_() if not visual.requires_grad else None
+    text.requires_grad_() if not text.requires_grad else None
+    conditioning.requires_grad_() if not conditioning.requires_grad else None
+    counts = {"text": [len(s.text) for s in mine], "visual": [len(s.visual) for s in mine]}
+    if case.model == "dit":
+        position_ids = position_ids.index_select(0, streams.visual)
+        step = balancer.prepare(counts["visual"], num_rows=len(visual))
+        visual, position_ids = step.route(visual, position_ids)
+        conditioning = spoil(step.route_conditioning(conditioning), case, rank)
+        y = model(visual, position_ids, conditioning, step.sequence_index, attention=step.attention)
+        return step.restore(y)
+    step = balancer.prepare(counts, num_rows=len(position_ids))
+    position_ids = step.route(position_ids)
+    text, visual = step.route(text, stream="text"), step.route(visual, stream="visual")
+    conditioning = spoil(step.route_conditioning(conditioning), case, rank)
+    y = model(visual, text, position_ids, conditioning, step.sequence_index, step.streams, attention=step.attention)
+    return step.restore(y, stream="visual")
+
+
+def topology(case: Case) -> str | None:
+    return f"g{dist.get_world_size()}n1" if case.planner == "bags" else None
+
+
+def spoil(x: Tensor, case: Case, rank: int) -> Tensor:
+    """Leave the forward pass alone and falsify the gradient on one rank."""
+    if not case.wrong or rank != dist.get_world_size() - 1:
+        return x
+    change = {"scale": lambda g: g * 1.001, "drop": torch.zeros_like, "permute": lambda g: g.roll(1, dims=1)}
+    x = x * 1
+    if x.requires_grad:
+        x.register_hook(change[case.wrong])
+    return x
+
+
+def compare_all(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, float]]:
+    return [compare(rank, world_size, case) for case in cases]
