@@ -95,7 +95,7 @@ class Trainee(nn.Module):
         return self.transformer.blocks
 
     def forward(self, batch: Batch, step: Step) -> Tensor:
-        """The velocity (T_visual, 768) of the batch's own tokens, in their order, whoever computes it."""
+        """(T_visual,) squared error of the velocity of the batch's own tokens, in their order, whoever computes it."""
         times = timestep_embedding(batch.t, self.photographs.embedding_dim)
         conditioning = step.route_conditioning(self.photographs(batch.photograph) + times)
         prediction = self.transformer(
@@ -107,17 +107,20 @@ class Trainee(nn.Module):
             step.streams,
             attention=step.attention,
         )
-        return step.restore(prediction, stream="visual")
+        return squared_error(step.restore(prediction, stream="visual"), batch.target)
 
 
-def sample_mean_loss(prediction: Tensor, batch: Batch, step: Step) -> Tensor:
-    """This rank's part of the mean over all ranks' samples; averaging gradients over ranks makes it whole."""
+def sample_mean_loss(errors: Tensor, batch: Batch, num_samples: int, world_size: int) -> Tensor:
+    """This rank's part of the mean over all ranks' samples; averaging gradients over ranks makes it whole.
+
+    Args:
+        errors: (T_visual,), at home.
+        batch: this rank's samples.
+        num_samples: of all ranks.
+        world_size: ranks over which gradients are averaged.
+    """
     return reduce_loss(
-        squared_error(prediction, batch.target),
-        reduction="sample_mean",
-        lengths=batch.visual_lengths,
-        num_samples=step.plan.num_sequences,
-        world_size=step.num_ranks,
+        errors, reduction="sample_mean", lengths=batch.visual_lengths, num_samples=num_samples, world_size=world_size
     )
 
 
