@@ -39,9 +39,9 @@ def default_num_ranks() -> int:
     return max(2, min(MOST_CPU_RANKS, usable_cores()))
 
 
-def launched_by_torchrun() -> bool:
-    """Whether this process is one of several ranks already."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def given_num_ranks() -> int | None:
+    """The ranks that torchrun started, of which this process is one; None where it did not."""
+    return int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ and "WORLD_SIZE" in os.environ else None
 
 
 def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict[str, Any] | None:
@@ -58,10 +58,11 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
         ConfigurationError: ``num_ranks`` is given and torchrun has already started ranks, or there are too few GPUs.
         KnapFormerError: what a rank raised.
     """
-    if launched_by_torchrun():
-        if num_ranks not in (None, int(os.environ["WORLD_SIZE"])):
-            raise ConfigurationError(f"torchrun started {os.environ['WORLD_SIZE']} ranks, got {num_ranks} to start")
-        return _rank(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", config)
+    given = given_num_ranks()
+    if given is not None:
+        if num_ranks not in (None, given):
+            raise ConfigurationError(f"torchrun started {given} ranks, but {num_ranks} are asked for")
+        return _rank(int(os.environ["RANK"]), given, "env://", config)
     num_ranks = default_num_ranks() if num_ranks is None else num_ranks
     if num_ranks < 1:
         raise ConfigurationError(f"needs at least one rank, got {num_ranks}")

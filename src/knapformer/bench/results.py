@@ -86,6 +86,19 @@ def _discrepancy(notes: Mapping[str, Any], measure: str, warmup: int) -> float:
     return statistics.median(max_over_mean(ranks) for ranks in steps) - 1.0 if steps else 0.0
 
 
+def calibration_line(result: Mapping[str, Any]) -> str:
+    """What was calibrated, or that nothing was."""
+    found = result["calibration"]
+    if found is None:
+        return "cost model: as given"
+    cost = found["cost"]
+    return (
+        f"cost model: {cost['flops_per_s'] / 1e9:.1f} GFLOP/s, γ {cost['gamma']:.2f}, links "
+        f"{cost['machine']['intra_node_bytes_per_s'] / 1e9:.2f} GB/s; R² {found['fit']['r2']:.4f}, held-out error "
+        f"{100 * found['held_out_mape']:.1f} %; calibrated in {found['seconds']:.1f} s"
+    )
+
+
 def results_table(summary: Mapping[str, Mapping[str, float]]) -> Table:
     """The one table of a comparison."""
     table = Table(box=None, pad_edge=False, header_style="bold", row_styles=["", "dim"])
