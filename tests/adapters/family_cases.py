@@ -1,24 +1,25 @@
 """Small random transformers of each diffusers family in float64, samples of mixed sizes, and the comparison.
 
-Some layers of diffusers work in float32 whatever the model's dtype. ``KeepFloat64`` leaves these casts out, for
+Some layers of diffusers work in float32 whatever the model's dtype. ``keep_float64`` leaves these casts out, for
 diffusers' own forward and for the packed one alike; otherwise their rounding would be all that a comparison shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import diffusers
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "pure"))
 
@@ -37,16 +38,20 @@ HOMES_WITH_EMPTY_RANK = {2: [ALL, []], 4: [[0, 1, 2], [], [3, 5], [4]]}
 TOLERANCE = 1e-8
 
 
-class KeepFloat64(TorchFunctionMode):
-    """Casts of float64 tensors to float32 do nothing."""
+@contextlib.contextmanager
+def keep_float64() -> Iterator[None]:
+    """Casts of float64 tensors to float32 do nothing. A function mode would not reach what backward recomputes."""
+    real_float, real_to = Tensor.float, Tensor.to
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            casts_down = func is torch.Tensor.float or (func is torch.Tensor.to and torch.float32 in args[1:])
-            if casts_down or (func is torch.Tensor.to and kwargs.get("dtype") == torch.float32):
-                return args[0]
-        return func(*args, **kwargs)
+    def to(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        casts_down = torch.float32 in args or kwargs.get("dtype") == torch.float32
+        return self if casts_down and self.dtype == torch.float64 else real_to(self, *args, **kwargs)
+
+    def float_(self: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self if self.dtype == torch.float64 else real_float(self, *args, **kwargs)
+
+    with mock.patch.multiple(Tensor, float=float_, to=to):
+        yield
 
 
 @dataclass(frozen=True)
@@ -250,7 +255,7 @@ def reference(name: str, ids: Sequence[int] = ALL, model: Any = None) -> dict[st
     case = CASES[name]
     model = case.build() if model is None else model
     outputs, inputs = {}, {}
-    with KeepFloat64():
+    with keep_float64():
         for i in ids:
             sample = with_grad(case, case.sample(i))
             batched = {
@@ -295,7 +300,7 @@ def balanced(name: str, ids: Sequence[int], *, needs_grad: bool = True, model: A
     if "_knapformer" not in model.__dict__:
         balance(model, balancer_of(model, **options))
     batch, arguments = stacked(case, ids, needs_grad)
-    with KeepFloat64():
+    with keep_float64():
         output = model(**arguments)
         loss = output.rows.sum() * 0
         for i, out in zip(ids, output.sample, strict=True):

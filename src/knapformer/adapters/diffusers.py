@@ -198,7 +198,8 @@ def _forward(
     batch, step = _open(self, state, inputs, named_inputs, step)
     rows: Tensor = state.family.compute(self, batch, step)
     rows = step.restore(rows) if state.family.stream is None else step.restore(rows, stream=state.family.stream)
-    output = batch.unpack(rows)
+    # FSDP2 warns of outputs that are views.
+    rows, output = rows.clone(), [sample.clone() for sample in batch.unpack(rows)]
     return BalancedOutput(sample=output, rows=rows) if return_dict else (output, rows)
 
 

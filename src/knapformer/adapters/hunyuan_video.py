@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -147,7 +148,7 @@ def _rotation(rope: Any, ids: Tensor, packed: Packed) -> Any:
 
 def refine_text(self: Any, text: Tensor, timestep: Tensor, text_offsets: list[int]) -> Tensor:
     """HunyuanVideoTokenRefiner on the text rows (T_text, C) of this rank's samples, with their timesteps (S,)."""
-    num_rows = torch.tensor([b - a for a, b in zip(text_offsets, text_offsets[1:], strict=False)]).to(text.device)
+    num_rows = torch.tensor([b - a for a, b in pairwise(text_offsets)], dtype=torch.int64).to(text.device)
     index = torch.repeat_interleave(num_rows, output_size=text_offsets[-1])
     wide = text.to(torch.promote_types(text.dtype, torch.float32))
     pooled = wide.new_zeros(len(num_rows), text.shape[1]).index_add(0, index, wide)
