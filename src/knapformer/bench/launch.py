@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -72,6 +73,8 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
         ranks = mp.start_processes(
             _spawned, (num_ranks, folder, config), nprocs=num_ranks, join=False, start_method="spawn"
         )
+        # A rank that fails ends the others; torch would say so on stderr, beside the error itself.
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
         try:
             while not ranks.join():
                 pass
