@@ -140,6 +140,6 @@ def explanation(result: Mapping[str, Any]) -> str:
     return (
         f"Ideal speed-up {ideal:.2f} ×: {reference}'s measured max/mean busy time. Medians over "
         f"{result['config']['steps'] - result['config']['warmup_steps']} steps. Discrepancy: max/mean − 1 of the "
-        "ranks' busy time, waiting excluded. Exchanges: wall time, waiting included. Loss: largest relative difference from "
-        f"{reference} at any step."
+        "ranks' busy time, waiting excluded. Exchanges: wall time, waiting included. Loss: largest relative "
+        f"difference from {reference} at any step."
     )
