@@ -153,7 +153,7 @@ def demo(
     from knapformer.bench.launch import default_num_ranks
 
     num_ranks = default_num_ranks() if ranks is None else ranks
-    _compare(TrainConfig(planners=default_planners(num_ranks)), num_ranks, output)
+    _compare(TrainConfig(planners=default_planners(max(num_ranks, 1))), num_ranks, output)
 
 
 @app.command()
@@ -182,11 +182,11 @@ def bench(
     from knapformer.bench.config import DEMO_CODES, PlannerSpec, TrainConfig, default_planners
     from knapformer.bench.launch import default_num_ranks, given_num_ranks
 
-    num_ranks = ranks or given_num_ranks() or default_num_ranks()
+    num_ranks = (given_num_ranks() or default_num_ranks()) if ranks is None else ranks
     chosen = [PlannerSpec.parse(name) for name in planners.split(",") if name]
     config = TrainConfig(
         codes=codes or DEMO_CODES,
-        planners=tuple(chosen) or default_planners(num_ranks),
+        planners=tuple(chosen) or default_planners(max(num_ranks, 1)),
         num_heads=heads,
         head_width=head_width,
         num_double_blocks=double_blocks,
@@ -222,7 +222,7 @@ def report(
 
 def _compare(config: Any, num_ranks: int, output: Path) -> None:
     from knapformer.bench.launch import run_comparison
-    from knapformer.bench.results import calibration_line, results_table
+    from knapformer.bench.results import calibration_line, explanation, results_table
 
     console = Console()
     result = run_comparison(config, num_ranks=num_ranks)
@@ -230,8 +230,9 @@ def _compare(config: Any, num_ranks: int, output: Path) -> None:
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result) + "\n")
-    console.print(calibration_line(result))
+    console.print(calibration_line(result), highlight=False)
     console.print(results_table(result["summary"]))
+    console.print(explanation(result), style="dim", highlight=False)
     console.print(f"{output}, {_write_page(result, output.with_suffix('.html'))}", style="dim")
 
 

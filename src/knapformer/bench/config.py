@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from knapformer.bench.workloads import parse_codes
 from knapformer.errors import ConfigurationError
 from knapformer.topology import Topology, uniform_topologies
 
@@ -91,6 +92,7 @@ class TrainConfig:
     max_tokens_per_rank: int | str | None = "auto"
 
     def __post_init__(self) -> None:
+        parse_codes(self.codes)
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.checkpoint not in CHECKPOINTS:
