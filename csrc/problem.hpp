@@ -8,7 +8,7 @@
 
 namespace knapformer {
 
-constexpr int64_t kNoCap = std::numeric_limits<int64_t>::max() / 4;
+constexpr int64_t kNoCap = int64_t{1} << 42;  // above any step's tokens; sums over a million ranks stay exact
 
 // One step of one balancing group. Times are seconds of one layer's forward pass on a rank of speed 1.
 struct Problem {
