@@ -85,7 +85,7 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     visual, text = model.x_embedder(visual), model.context_embedder(text)
 
     packed = Packed(step)
-    packed.rotate = rotation(*model.pos_embed(packed.merge(text_ids, visual_ids)))
+    packed.rotate = layers.rotation(*model.pos_embed(packed.merge(text_ids, visual_ids)))
     for block in model.transformer_blocks:
         text, visual = run_block(model, block, visual, text, temb, packed)
     tokens = packed.merge(text, visual)
@@ -102,11 +102,6 @@ def _condition(model: Any, vectors: Tensor, dtype: torch.dtype) -> Tensor:
     scalars = (vectors[:, i].to(dtype) * 1000 for i in range(num_scalars))
     temb: Tensor = model.time_text_embed(*scalars, vectors[:, num_scalars:].to(dtype))
     return temb
-
-
-def rotation(cos: Tensor, sin: Tensor) -> Any:
-    """Rotate (T, H, D) by diffusers' tables (T, D)."""
-    return lambda x: apply_rotary_emb(x.unsqueeze(0), (cos, sin), sequence_dim=1).squeeze(0)
 
 
 def double_block(self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:

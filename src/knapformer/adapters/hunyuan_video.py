@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 from knapformer.adapters import layers
 from knapformer.adapters.family import Family, Layer, layer_cost
-from knapformer.adapters.flux import ADA_MEMBERS, DOUBLE_MEMBERS, JOINT_MEMBERS, SINGLE_MEMBERS, double_block, rotation
+from knapformer.adapters.flux import ADA_MEMBERS, DOUBLE_MEMBERS, JOINT_MEMBERS, SINGLE_MEMBERS, double_block
 from knapformer.adapters.packing import (
     Batch,
     Packed,
@@ -95,7 +95,7 @@ def pack(
 def _unpatchify(rows: Tensor, grids: Sequence[Sequence[int]], patch: Sequence[int]) -> list[Tensor]:
     """(T_home, C · patch) to (C, F, H, W) per sample."""
     parts = rows.split([math.prod(grid) for grid in grids])
-    shaped = [part.reshape(*grid, -1, *patch) for part, grid in zip(parts, grids, strict=True)]
+    shaped = [part.reshape(*grid, rows.shape[1] // math.prod(patch), *patch) for part, grid in zip(parts, grids, strict=True)]
     return [x.permute(3, 0, 4, 1, 5, 2, 6).flatten(5, 6).flatten(3, 4).flatten(1, 2) for x in shaped]
 
 
@@ -143,7 +143,7 @@ def _rotation(rope: Any, ids: Tensor, packed: Packed) -> Any:
     cos, sin = (torch.cat([table[i] for table in tables], dim=1) for i in (0, 1))
     num_text = packed.text.shape[0]
     still = (cos.new_ones(num_text, cos.shape[1]), sin.new_zeros(num_text, sin.shape[1]))
-    return rotation(packed.merge(still[0], cos), packed.merge(still[1], sin))
+    return layers.rotation(packed.merge(still[0], cos), packed.merge(still[1], sin))
 
 
 def refine_text(self: Any, text: Tensor, timestep: Tensor, text_offsets: list[int]) -> Tensor:

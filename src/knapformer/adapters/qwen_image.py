@@ -136,7 +136,13 @@ def _frequencies(pos_embed: Any, text_ids: Tensor, ids: Tensor) -> tuple[Tensor,
 
 def rotation(frequencies: Tensor) -> Any:
     """Rotate (T, H, D) by (T, D / 2) complex numbers."""
-    return lambda x: apply_rotary_emb_qwen(x.unsqueeze(0), frequencies, use_real=False).squeeze(0)
+    frequencies = frequencies.unsqueeze(1)
+
+    def rotate(x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().unflatten(-1, (x.shape[-1] // 2, 2)).contiguous())
+        return torch.view_as_real(pairs * frequencies).flatten(-2).type_as(x)
+
+    return rotate
 
 
 def block(self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,7 @@ def _positions(grids: Sequence[Sequence[int]], size: int, device: torch.device) 
 def _unpatchify(rows: Tensor, grids: Sequence[Sequence[int]], patch: int) -> list[Tensor]:
     """(T_home, patch² · C) to (C, H, W) per sample."""
     parts = rows.split([math.prod(grid) for grid in grids])
-    shaped = [part.reshape(*grid, patch, patch, -1) for part, grid in zip(parts, grids, strict=True)]
+    shaped = [part.reshape(*grid, patch, patch, rows.shape[1] // patch**2) for part, grid in zip(parts, grids, strict=True)]
     return [x.permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2) for x in shaped]
 
 

@@ -110,7 +110,7 @@ def _timesteps(
 def _unpatchify(out: Tensor, grids: Sequence[Sequence[int]], config: Any) -> list[Tensor]:
     """(T_home, patch · C) to (C, F, H, W) per sample."""
     (f, h, w), parts = config.patch_size, out.split([math.prod(grid) for grid in grids])
-    shaped = [part.reshape(*grid, f, h, w, -1) for part, grid in zip(parts, grids, strict=True)]
+    shaped = [part.reshape(*grid, f, h, w, out.shape[1] // (f * h * w)) for part, grid in zip(parts, grids, strict=True)]
     return [x.permute(6, 0, 3, 1, 4, 2, 5).flatten(5, 6).flatten(3, 4).flatten(1, 2) for x in shaped]
 
 
