@@ -65,6 +65,7 @@ class TrainConfig:
         dtype: of parameters and tokens; bfloat16 keeps float32 parameters and computes in bfloat16.
         checkpoint: what is recomputed in backward.
         shard_size: ranks over which FSDP2 shards a copy of the parameters; None means all.
+        reshard_after_forward: free a block's gathered parameters between its forward and its backward pass.
         learning_rate: of AdamW.
         max_text_tokens: longer captions are cut.
         seed: of samples and initial parameters.
@@ -84,6 +85,7 @@ class TrainConfig:
     dtype: str = "float32"
     checkpoint: str = "none"
     shard_size: int | None = None
+    reshard_after_forward: bool = True
     learning_rate: float = 1e-3
     max_text_tokens: int = 48
     seed: int = 0
