@@ -153,7 +153,8 @@ def demo(
     from knapformer.bench.launch import default_num_ranks
 
     num_ranks = default_num_ranks() if ranks is None else ranks
-    _compare(TrainConfig(planners=default_planners(max(num_ranks, 1))), num_ranks, output)
+    config = TrainConfig(planners=default_planners(max(num_ranks, 1)), reshard_after_forward=False)
+    _compare(config, num_ranks, output)
 
 
 @app.command()
@@ -163,10 +164,10 @@ def bench(
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 24,
     warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
     head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,
-    double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 2,
-    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 2,
+    double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1,
+    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
     checkpoint: Annotated[str, typer.Option(help="Recompute nothing, each block or attention alone.")] = "none",
     shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards the parameters.")] = None,
