@@ -33,7 +33,10 @@ from family_cases import (
 from launch import run_ranks
 from torch import nn
 
-from knapformer.adapters import balance, unbalance
+from knapformer.adapters import FAMILIES, balance, unbalance
+
+PRELOAD = ["peft", "torch.distributed.fsdp", *FAMILIES.values()]
+"""Slow to import."""
 
 WORLDS = {2: list(CASES), 4: [*MAIN_CASES.values(), "wan-per-token-timesteps", "qwen-image-edit"]}
 
@@ -46,7 +49,7 @@ def references() -> dict[str, Any]:
 @pytest.fixture(scope="module", params=WORLDS, ids=lambda n: f"{n} ranks")
 def ranks(request: pytest.FixtureRequest) -> Any:
     names = WORLDS[request.param]
-    return names, run_ranks(rank_jobs.everything, request.param, names, timeout_s=90)
+    return names, run_ranks(rank_jobs.everything, request.param, names, timeout_s=120, preload=PRELOAD)
 
 
 def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
