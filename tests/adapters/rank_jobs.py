@@ -82,6 +82,6 @@ SHARDED = [
 
 def everything(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
     results = all_families(rank, world_size, names)
-    for setting in SHARDED if world_size == 2 else []:
+    for setting in SHARDED:
         results[setting] = sharded(rank, world_size, *setting)
     return results

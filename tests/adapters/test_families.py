@@ -38,7 +38,7 @@ from knapformer.adapters import FAMILIES, balance, unbalance
 PRELOAD = ["peft", "torch.distributed.fsdp", *FAMILIES.values()]
 """Slow to import."""
 
-WORLDS = {2: list(CASES), 4: [*MAIN_CASES.values(), "wan-per-token-timesteps", "qwen-image-edit"]}
+ON_FOUR_RANKS = [*MAIN_CASES.values(), "wan-per-token-timesteps", "qwen-image-edit"]
 
 
 @pytest.fixture(scope="module")
@@ -46,10 +46,14 @@ def references() -> dict[str, Any]:
     return {name: reference(name) for name in CASES}
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda n: f"{n} ranks")
-def ranks(request: pytest.FixtureRequest) -> Any:
-    names = WORLDS[request.param]
-    return names, run_ranks(rank_jobs.everything, request.param, names, timeout_s=120, preload=PRELOAD)
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[Any, Any]]:
+    return run_ranks(rank_jobs.everything, 2, list(CASES), timeout_s=120, preload=PRELOAD)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[Any, Any]]:
+    return run_ranks(rank_jobs.all_families, 4, ON_FOUR_RANKS, timeout_s=120, preload=PRELOAD)
 
 
 def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -63,27 +67,33 @@ def test_one_rank(name: str, references: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("homes", ["full", "empty"])
-def test_ranks(ranks: Any, references: dict[str, Any], homes: str) -> None:
-    names, results = ranks
-    for name in names:
-        found = merged([result[name, homes] for result in results])
-        assert set(found["outputs"]) == set(ALL)
-        assert homes == "empty" or all(set(found["inputs"][i]) == set(CASES[name].needs_grad) for i in ALL)
-        assert_equal(found, references[name])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(two_ranks: Any, references: dict[str, Any], name: str, homes: str) -> None:
+    assert_ranks_equal([result[name, homes] for result in two_ranks], references, name, homes)
+
+
+@pytest.mark.parametrize("homes", ["full", "empty"])
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_four_ranks(four_ranks: Any, references: dict[str, Any], name: str, homes: str) -> None:
+    assert_ranks_equal([result[name, homes] for result in four_ranks], references, name, homes)
+
+
+def assert_ranks_equal(results: list[Any], references: dict[str, Any], name: str, homes: str) -> None:
+    found = merged(results)
+    assert set(found["outputs"]) == set(ALL)
+    assert homes == "empty" or all(set(found["inputs"][i]) == set(CASES[name].needs_grad) for i in ALL)
+    assert_equal(found, references[name])
 
 
 @pytest.mark.parametrize("setting", rank_jobs.SHARDED, ids=lambda s: " ".join(map(str, s)))
-def test_fsdp_lora_and_checkpointing(ranks: Any, setting: tuple[str, str, bool, bool]) -> None:
-    names, results = ranks
-    if setting not in results[0]:
-        pytest.skip("on two ranks only")
+def test_fsdp_lora_and_checkpointing(two_ranks: Any, setting: tuple[str, str, bool, bool]) -> None:
     name, _, lora, _ = setting
     model = CASES[name].build()
     if lora:
         rank_jobs.add_lora(model)
     keys = list(model.state_dict())
     wanted = reference(name, model=model)
-    found = merged([result[setting] for result in results])
+    found = merged([result[setting] for result in two_ranks])
     assert found["keys"] == keys
     assert_equal(found, wanted)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
