@@ -37,7 +37,9 @@ def test_changed_diffusers_fails_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("diffusers.models.transformers.transformer_flux.FluxTransformerBlock.forward", forward)
     model, balancer, _ = build()
-    with pytest.raises(ConfigurationError, match=r"diffusers 0\.\S+ does not compute FluxTransformer2DModel as diffusers"):
+    with pytest.raises(
+        ConfigurationError, match=r"diffusers 0\.\S+ does not compute FluxTransformer2DModel as diffusers"
+    ):
         balance(model, balancer)
     assert "forward" not in vars(model)
     balance(model, balancer, check_sources=False)
@@ -68,7 +70,9 @@ def test_missing_name_names_the_version(monkeypatch: pytest.MonkeyPatch) -> None
 def test_structure_is_checked() -> None:
     model, balancer, _ = build()
     del model.transformer_blocks[1].ff_context
-    with pytest.raises(ConfigurationError, match=r"transformer_blocks\.1 \(FluxTransformerBlock\) .* has no ff_context"):
+    with pytest.raises(
+        ConfigurationError, match=r"transformer_blocks\.1 \(FluxTransformerBlock\) .* has no ff_context"
+    ):
         balance(model, balancer)
 
     model, balancer, _ = build()

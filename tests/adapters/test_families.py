@@ -21,10 +21,10 @@ from family_cases import (
     CASES,
     MAIN_CASES,
     TOLERANCE,
-    keep_float64,
     balanced,
     balancer_of,
     errors,
+    keep_float64,
     loss_weights,
     merged,
     reference,
@@ -110,9 +110,10 @@ def test_comparison_notices_faults(references: dict[str, Any]) -> None:
     next(iter(scaled["parameters"].values())).mul_(1 + 1e-6)
     assert errors(scaled, wanted)["parameter gradients"] > TOLERANCE
     swapped = copy.deepcopy(good)
-    swapped["inputs"][1], swapped["inputs"][2] = swapped["inputs"][1], {
-        key: value.flip(0) for key, value in swapped["inputs"][2].items()
-    }
+    swapped["inputs"][1], swapped["inputs"][2] = (
+        swapped["inputs"][1],
+        {key: value.flip(0) for key, value in swapped["inputs"][2].items()},
+    )
     assert errors(swapped, wanted)["input gradients"] > TOLERANCE
 
     model = CASES["flux"].build()
@@ -214,7 +215,9 @@ def test_bfloat16_is_close_to_diffusers() -> None:
     with torch.no_grad():
         wanted = []
         for i in ALL:
-            sample = {k: v.bfloat16() if v.is_floating_point() and v.dim() > 1 else v for k, v in case.sample(i).items()}
+            sample = {
+                k: v.bfloat16() if v.is_floating_point() and v.dim() > 1 else v for k, v in case.sample(i).items()
+            }
             sample["pooled_projections"] = sample["pooled_projections"].bfloat16()
             wanted.append(model(**{k: v[None] for k, v in sample.items()}).sample[0])
         balance(model, balancer_of(model))

@@ -50,9 +50,7 @@ class Balanced:
         return self
 
 
-def balance(
-    transformer: Any, balancer: Any, *, keep_padding: bool = False, check_sources: bool = True
-) -> Any:
+def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, check_sources: bool = True) -> Any:
     """Make a transformer of diffusers run packed and balanced, in place.
 
     Its forward then takes the same arguments in the same order, but lists of per-sample tensors without the batch
@@ -176,7 +174,9 @@ def diffusers_version() -> str:
     try:
         return str(importlib.import_module("diffusers").__version__)
     except ImportError as error:
-        raise ConfigurationError(f"diffusers cannot be imported ({error}): pip install knapformer[diffusers]") from error
+        raise ConfigurationError(
+            f"diffusers cannot be imported ({error}): pip install knapformer[diffusers]"
+        ) from error
 
 
 _check_sources = check_sources
