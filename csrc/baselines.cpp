@@ -10,6 +10,7 @@ namespace {
 
 constexpr int kWholeSteps = 2000;
 constexpr size_t kWholeBreadth = 32;
+constexpr double kWholeGoal = 1e-5;  // relative distance from the lower bound that is as good as none
 
 PlanColumns whole_plan(const Problem& problem, const std::vector<int32_t>& rank_of) {
   PlanColumns plan;
@@ -17,11 +18,11 @@ PlanColumns whole_plan(const Problem& problem, const std::vector<int32_t>& rank_
   return plan;
 }
 
-std::vector<Bin> rank_bins(const Problem& problem) {
+std::vector<Bin> rank_bins(const Problem& problem, bool keep_caps) {
   std::vector<Bin> bins(problem.num_ranks);
   for (int32_t r = 0; r < problem.num_ranks; ++r) {
     bins[r].size = problem.speeds[r];
-    bins[r].room = problem.max_tokens[r];
+    bins[r].room = keep_caps ? problem.max_tokens[r] : kNoCap;
   }
   return bins;
 }
@@ -36,17 +37,17 @@ double highest(const std::vector<Bin>& bins) {
 
 PlanColumns plan_home(const Problem& problem) { return whole_plan(problem, problem.homes); }
 
-std::optional<PlanColumns> plan_whole(const Problem& problem) {
+std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps) {
   std::vector<Item> items;
-  for (int32_t s : problem.heaviest_first()) items.push_back({s, problem.work_s[s], problem.lengths[s]});
-  auto at_home = rank_bins(problem);
+  for (int32_t s : problem.heaviest_first) items.push_back({s, problem.work_s[s], problem.lengths[s]});
+  auto at_home = rank_bins(problem, keep_caps);
   for (const auto& item : items) at_home[problem.homes[item.id]].add(item);
   const bool home_fits = std::all_of(at_home.begin(), at_home.end(), [](const Bin& bin) { return bin.room >= 0; });
-  auto bins = rank_bins(problem);
+  auto bins = rank_bins(problem, keep_caps);
   const bool packed = pack(bins, items).empty();
   if (!packed && !home_fits) return std::nullopt;
   if (!packed || (home_fits && highest(at_home) <= highest(bins))) bins = std::move(at_home);
-  refine(bins, kWholeSteps, kWholeBreadth);
+  refine(bins, kWholeSteps, kWholeBreadth, problem.lower_bound_s() * (1.0 + kWholeGoal));
   std::vector<int32_t> rank_of(problem.lengths.size());
   for (int32_t r = 0; r < problem.num_ranks; ++r) {
     for (const auto& item : bins[r].items) rank_of[item.id] = r;
@@ -60,7 +61,7 @@ PlanColumns plan_ulysses(const Problem& problem) {
   std::vector<Bin> bins(problem.num_nodes);
   for (int32_t n = 0; n < problem.num_nodes; ++n) bins[n].size = static_cast<double>(ranks[n].size());
   std::vector<Item> items;
-  for (int32_t s : problem.heaviest_first()) items.push_back({s, problem.work_s[s], 0});
+  for (int32_t s : problem.heaviest_first) items.push_back({s, problem.work_s[s], 0});
   pack(bins, items);
   std::vector<int32_t> node_of(problem.lengths.size());
   for (int32_t n = 0; n < problem.num_nodes; ++n) {

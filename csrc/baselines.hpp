@@ -12,7 +12,7 @@ PlanColumns plan_home(const Problem& problem);
 
 // Every sequence whole on some rank: heaviest first to the least loaded rank that has room, then moves and swaps; `home`
 // where that is better and keeps the caps. Nothing where the caps leave a sequence no rank.
-std::optional<PlanColumns> plan_whole(const Problem& problem);
+std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps = true);
 
 // Every sequence over all ranks of one node, evenly; heaviest first to the node with the least work per rank.
 PlanColumns plan_ulysses(const Problem& problem);

@@ -10,6 +10,7 @@
 #include "baselines.hpp"
 #include "bounds.hpp"
 #include "evaluate.hpp"
+#include "moldable/moldable.hpp"
 #include "problem.hpp"
 
 namespace nb = nanobind;
@@ -114,6 +115,7 @@ NB_MODULE(_core, m) {
   m.def("home", [](const Problem& p) { return solve([&] { return std::optional(plan_home(p)); }); });
   m.def("whole", [](const Problem& p) { return solve([&] { return plan_whole(p); }); });
   m.def("ulysses", [](const Problem& p) { return solve([&] { return std::optional(plan_ulysses(p)); }); });
+  m.def("moldable", [](const Problem& p) { return solve([&] { return std::optional(plan_moldable(p)); }); });
   m.def("bags", [](const Problem& p, const std::vector<int32_t>& sizes) {
     return solve([&] { return std::optional(plan_bags(p, sizes)); });
   });

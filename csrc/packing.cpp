@@ -1,7 +1,7 @@
 #include "packing.hpp"
 
 #include <algorithm>
-#include <numeric>
+#include <iterator>
 #include <queue>
 #include <utility>
 
@@ -9,13 +9,6 @@ namespace knapformer {
 namespace {
 
 constexpr double kGain = 1e-9;  // smallest relative gain worth a change
-
-// An exchange between the highest bin `from` and bin `to`: item `give` goes, item `take` (or none, -1) comes back.
-struct Change {
-  double level;
-  size_t to = 0, give = 0;
-  int64_t take = -1;
-};
 
 bool heavier(const Item& a, const Item& b) { return a.work_s != b.work_s ? a.work_s > b.work_s : a.id < b.id; }
 
@@ -43,29 +36,6 @@ void try_item(const Bin& from, const Bin& to, size_t to_index, size_t give, Chan
   for (int64_t k = std::max<int64_t>(0, middle - 1); k < std::min<int64_t>(middle + 2, static_cast<int64_t>(to.items.size())); ++k) {
     if (to.items[k].work_s < x.work_s) consider(x.work_s - to.items[k].work_s, k, to.items[k].tokens);
   }
-}
-
-void apply(std::vector<Bin>& bins, size_t from, const Change& change) {
-  const Item give = bins[from].items[change.give];
-  bins[from].remove(change.give);
-  if (change.take >= 0) {
-    const Item take = bins[change.to].items[static_cast<size_t>(change.take)];
-    bins[change.to].remove(static_cast<size_t>(change.take));
-    bins[from].add(take);
-  }
-  bins[change.to].add(give);
-}
-
-std::vector<size_t> lowest_bins(const std::vector<Bin>& bins, size_t breadth) {
-  std::vector<size_t> order(bins.size());
-  std::iota(order.begin(), order.end(), size_t{0});
-  const auto below = [&](size_t a, size_t b) {
-    return bins[a].level() != bins[b].level() ? bins[a].level() < bins[b].level() : a < b;
-  };
-  breadth = std::min(breadth, order.size());
-  std::partial_sort(order.begin(), order.begin() + static_cast<std::ptrdiff_t>(breadth), order.end(), below);
-  order.resize(breadth);
-  return order;
 }
 
 }  // namespace
@@ -107,25 +77,61 @@ std::vector<Item> pack(std::vector<Bin>& bins, const std::vector<Item>& heaviest
   return left;
 }
 
-void refine(std::vector<Bin>& bins, int steps, size_t breadth) {
+Change best_change(const std::vector<Bin>& bins, size_t from, size_t to, double level) {
+  Change best{level};
+  const auto& items = bins[from].items;
+  for (size_t give = 0; give < items.size(); ++give) {
+    if (give > 0 && items[give].work_s == items[give - 1].work_s && items[give].tokens == items[give - 1].tokens) continue;
+    try_item(bins[from], bins[to], to, give, best);
+  }
+  return best;
+}
+
+void apply(std::vector<Bin>& bins, size_t from, const Change& change) {
+  const Item give = bins[from].items[change.give];
+  bins[from].remove(change.give);
+  if (change.take >= 0) {
+    const Item take = bins[change.to].items[static_cast<size_t>(change.take)];
+    bins[change.to].remove(static_cast<size_t>(change.take));
+    bins[from].add(take);
+  }
+  bins[change.to].add(give);
+}
+
+Levels::Levels(const std::vector<Bin>& bins) : level_(bins.size()) {
+  for (size_t k = 0; k < bins.size(); ++k) {
+    level_[k] = bins[k].level();
+    order_.insert({level_[k], k});
+  }
+}
+
+void Levels::update(const std::vector<Bin>& bins, size_t bin) {
+  order_.erase({level_[bin], bin});
+  level_[bin] = bins[bin].level();
+  order_.insert({level_[bin], bin});
+}
+
+std::vector<size_t> Levels::lowest(size_t breadth) const {
+  std::vector<size_t> found;
+  for (auto at = order_.begin(); at != std::prev(order_.end()) && found.size() < breadth; ++at) found.push_back(at->second);
+  return found;
+}
+
+void refine(std::vector<Bin>& bins, int steps, size_t breadth, double goal) {
+  Levels levels(bins);
   for (int step = 0; step < steps; ++step) {
-    const auto from = static_cast<size_t>(
-        std::max_element(bins.begin(), bins.end(), [](const Bin& a, const Bin& b) { return a.level() < b.level(); }) -
-        bins.begin());
-    Change best{bins[from].level() * (1.0 - kGain)};
-    const double before = best.level;
-    for (size_t to : lowest_bins(bins, breadth)) {
-      if (to == from) continue;
-      for (size_t give = 0; give < bins[from].items.size(); ++give) {
-        if (give > 0 && bins[from].items[give].work_s == bins[from].items[give - 1].work_s &&
-            bins[from].items[give].tokens == bins[from].items[give - 1].tokens) {
-          continue;
-        }
-        try_item(bins[from], bins[to], to, give, best);
-      }
+    const size_t from = levels.highest();
+    if (bins[from].level() <= goal) return;
+    const double before = bins[from].level() * (1.0 - kGain);
+    Change best{before};
+    for (size_t to : levels.lowest(breadth)) {
+      const Change change = best_change(bins, from, to, best.level);
+      if (change.level < best.level) best = change;
     }
     if (!(best.level < before)) return;
     apply(bins, from, best);
+    levels.update(bins, from);
+    levels.update(bins, best.to);
   }
 }
 

@@ -1,6 +1,8 @@
 // Packing whole sequences into bins: what `whole` does with ranks and `moldable` with groups of ranks.
 #pragma once
 
+#include <set>
+#include <utility>
 #include <vector>
 
 #include "problem.hpp"
@@ -28,8 +30,32 @@ struct Bin {
 // Returns the items that fit nowhere.
 std::vector<Item> pack(std::vector<Bin>& bins, const std::vector<Item>& heaviest_first);
 
-// Moves and swaps between the highest bin and others until its level falls no more, or `steps` are used up.
-// `breadth`: how many of the lowest bins are tried.
-void refine(std::vector<Bin>& bins, int steps, size_t breadth);
+// An exchange between two bins: item `give` of the one goes, item `take` of the other (none: -1) comes back.
+struct Change {
+  double level;  // the higher of the two levels afterwards
+  size_t to = 0, give = 0;
+  int64_t take = -1;
+};
+
+// The best exchange between bins `from` and `to` that ends below `level`; its own level stays at `level` where there is none.
+Change best_change(const std::vector<Bin>& bins, size_t from, size_t to, double level);
+void apply(std::vector<Bin>& bins, size_t from, const Change& change);
+
+// Bins by level, ties by index.
+class Levels {
+ public:
+  explicit Levels(const std::vector<Bin>& bins);
+  void update(const std::vector<Bin>& bins, size_t bin);
+  size_t highest() const { return order_.rbegin()->second; }
+  std::vector<size_t> lowest(size_t breadth) const;  // without the highest
+
+ private:
+  std::set<std::pair<double, size_t>> order_;
+  std::vector<double> level_;
+};
+
+// Best exchanges between the highest bin and the `breadth` lowest until its level is at most `goal`, falls no more, or
+// `steps` are used up.
+void refine(std::vector<Bin>& bins, int steps, size_t breadth, double goal);
 
 }  // namespace knapformer

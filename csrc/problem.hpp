@@ -8,7 +8,7 @@
 
 namespace knapformer {
 
-constexpr int64_t kNoCap = std::numeric_limits<int64_t>::max() / 4;
+constexpr int64_t kNoCap = int64_t{1} << 42;  // above any step's tokens; sums over a million ranks stay exact
 
 // One step of one balancing group. Times are seconds of one layer's forward pass on a rank of speed 1.
 struct Problem {
@@ -30,14 +30,14 @@ struct Problem {
   std::vector<double> work_s;  // (S,) linear phase and attention
   double total_work_s = 0.0;
   double total_speed = 0.0;
-  std::vector<int32_t> node_index;  // (N,) nodes renumbered 0.. in order of first rank
+  std::vector<int32_t> heaviest_first;  // (S,) ids by falling work, ties by id
+  std::vector<int32_t> node_index;      // (N,) nodes renumbered 0.. in order of first rank
   int32_t num_nodes = 0;
 
   void prepare();
   int32_t num_sequences() const { return static_cast<int32_t>(lengths.size()); }
   double linear_s(int32_t s) const { return linear_s_per_token * static_cast<double>(lengths[s]); }
   double lower_bound_s() const { return total_speed > 0 ? total_work_s / total_speed : 0.0; }
-  std::vector<int32_t> heaviest_first() const;  // ids by falling work, ties by id
 };
 
 struct Segment {

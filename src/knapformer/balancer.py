@@ -20,6 +20,7 @@ from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_
 from knapformer.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.plan import Plan
 from knapformer.planners import Evaluation, evaluate, make_plan
+from knapformer.planners.problem import Caps
 from knapformer.schedule import Exchange, RankTokens, conditioning_exchange, token_exchange, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
 from knapformer.topology import Topology
@@ -56,7 +57,7 @@ class Balancer:
         planner: Planner = "moldable",
         topology: Topology | str | None = None,
         group: dist.ProcessGroup | None = None,
-        max_tokens_per_rank: int | Sequence[int] | str | None = "auto",
+        max_tokens_per_rank: Caps = "auto",
         num_kv_heads: int | None = None,
         kernel: str = "auto",
         overlap: bool = True,

@@ -17,9 +17,9 @@ from knapformer import _core
 from knapformer.cost import CostModel, Machine
 from knapformer.errors import CapacityError, ConfigurationError
 from knapformer.plan import Plan
-from knapformer.planners import evaluate, make_plan
+from knapformer.planners import PLANNERS, evaluate, make_plan
 from knapformer.planners.problem import as_lengths, make_problem
-from knapformer.topology import Topology
+from knapformer.topology import Topology, uniform_topologies
 
 PUBLISHED = json.loads((Path(__file__).parent / "data" / "published_bags.json").read_text())
 SEEDS = range(40)
@@ -35,7 +35,7 @@ def assert_agrees(plan: Plan, lengths: list[list[int]], cost: CostModel) -> None
         assert ours.discrepancy == pytest.approx(theirs["max_over_mean"] - 1, abs=1e-9)
 
 
-@pytest.mark.parametrize("planner", ["home", "whole", "ulysses", "bags"])
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_predictions_agree_with_the_judge(planner: str) -> None:
     for seed in SEEDS:
         case = random_case(seed, max_ranks=20)
@@ -150,7 +150,7 @@ def test_bags_split_evenly_where_heads_do_not_divide() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[[]], [[0]], [[1], []], [[], [0, 1], [5]], [[1, 1, 1, 1]], [[3], [1], [], []]])
-@pytest.mark.parametrize("planner", ["home", "whole", "ulysses", "bags"])
+@pytest.mark.parametrize("planner", PLANNERS)
 def test_small_steps_are_legal(lengths: list[list[int]], planner: str) -> None:
     topology = Topology.uniform(len(lengths), len(lengths))
     plan = make_plan(lengths, planner=planner, topology=topology)
@@ -214,3 +214,20 @@ def test_problem_arrays_come_back_typed() -> None:
         np.dtype(t) for t in ("i8", "i4", "i8", "i8", "i8", "i4", "i4", "i4", "i8", "i8")
     ]
     assert judge_plan.SCENARIOS.keys() == {"lowres", "mixres", "joint"}
+
+
+def test_moldable_is_never_worse_than_the_others_and_keeps_its_caps() -> None:
+    for seed in range(150):
+        case = random_case(seed)
+        plan = make_plan(case.lengths, cost=case.cost, max_tokens_per_rank=case.caps)
+        caps = plan.max_tokens_per_rank
+        assert not caps or (plan.rank_tokens <= caps).all()
+        for name, topology in others(len(case.lengths)):
+            other = make_plan(case.lengths, planner=name, topology=topology, cost=case.cost)
+            if caps and (other.rank_tokens > caps).any():
+                continue
+            assert evaluate(plan, case.cost).makespan_s <= evaluate(other, case.cost).makespan_s * (1 + 1e-9)
+
+
+def others(num_ranks: int) -> list[tuple[str, Topology | None]]:
+    return [("home", None), ("whole", None), ("ulysses", None), *(("bags", t) for t in uniform_topologies(num_ranks))]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -17,7 +16,7 @@ from knapformer.lengths import Lengths
 from knapformer.topology import Topology
 
 IntArray = npt.NDArray[np.int64]
-Caps = int | Sequence[int] | Literal["auto"] | None
+Caps = int | Sequence[int] | str | None
 """Most tokens per rank: one number, one per rank, ``"auto"`` or ``None`` for no cap."""
 
 AUTO_CAP = 1.5

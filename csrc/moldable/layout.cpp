@@ -1,0 +1,158 @@
+#include "moldable/layout.hpp"
+
+#include <algorithm>
+#include <cmath>
+
+namespace knapformer {
+namespace {
+
+int32_t largest_node(const Problem& problem) {
+  std::vector<int32_t> count(problem.num_nodes, 0);
+  for (int32_t n : problem.node_index) ++count[n];
+  return *std::max_element(count.begin(), count.end());
+}
+
+int32_t group_size(const Problem& problem, int32_t s, double target_s, int32_t node_size) {
+  const double mean_speed = problem.total_speed / problem.num_ranks;
+  const auto most = static_cast<int32_t>(std::min<int64_t>(problem.num_ranks, std::max<int64_t>(problem.lengths[s], 1)));
+  const auto least = static_cast<int32_t>(std::min<double>(most, std::max(1.0, std::floor(problem.work_s[s] / (mean_speed * target_s)))));
+  int32_t best = 0, fastest = least;
+  double best_time = 0.0, fastest_cost = std::numeric_limits<double>::infinity();
+  for (int32_t g = least; g <= std::min(most, 3 * least + 2 * node_size); ++g) {
+    const double cost = problem.work_s[s] / (g * mean_speed) + even_communication_s(problem, s, g, node_size);
+    if (cost < fastest_cost) {
+      fastest_cost = cost;
+      fastest = g;
+    }
+    if (cost > target_s || (best > 0 && g * cost >= best_time)) continue;
+    best = g;
+    best_time = g * cost;
+  }
+  return best > 0 ? best : fastest;
+}
+
+// The ranks of each node that no group has yet.
+class FreeRanks {
+ public:
+  explicit FreeRanks(const Problem& problem) : nodes_(problem.num_nodes) {
+    for (int32_t r = 0; r < problem.num_ranks; ++r) nodes_[problem.node_index[r]].push_back(r);
+    for (auto& node : nodes_) {
+      std::stable_sort(node.begin(), node.end(), [&](int32_t a, int32_t b) { return problem.speeds[a] > problem.speeds[b]; });
+    }
+    left_ = problem.num_ranks;
+  }
+
+  int32_t left() const { return left_; }
+
+  std::vector<int32_t> take(int32_t count) {
+    std::vector<int32_t> ranks;
+    for (int32_t parts = 1; parts <= static_cast<int32_t>(nodes_.size()); ++parts) {
+      if (take_parts(count, parts, ranks)) return ranks;
+    }
+    return take_scattered(count);
+  }
+
+ private:
+  // `parts` nodes give equal shares: of the nodes that have that many, those with the fewest left.
+  bool take_parts(int32_t count, int32_t parts, std::vector<int32_t>& ranks) {
+    const int32_t share = (count + parts - 1) / parts;
+    std::vector<size_t> fitting;
+    for (size_t n = 0; n < nodes_.size(); ++n) {
+      if (static_cast<int32_t>(nodes_[n].size()) >= share) fitting.push_back(n);
+    }
+    if (static_cast<int32_t>(fitting.size()) < parts) return false;
+    const auto fewer_left = [&](size_t a, size_t b) {
+      return nodes_[a].size() != nodes_[b].size() ? nodes_[a].size() < nodes_[b].size() : a < b;
+    };
+    std::partial_sort(fitting.begin(), fitting.begin() + parts, fitting.end(), fewer_left);
+    for (int32_t k = 0; k < parts; ++k) {
+      move_out(fitting[k], count * (k + 1) / parts - count * k / parts, ranks);
+    }
+    return true;
+  }
+
+  std::vector<int32_t> take_scattered(int32_t count) {
+    std::vector<int32_t> ranks;
+    while (count > 0) {
+      const auto n = static_cast<size_t>(
+          std::max_element(nodes_.begin(), nodes_.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); }) -
+          nodes_.begin());
+      const auto part = std::min(count, static_cast<int32_t>(nodes_[n].size()));
+      move_out(n, part, ranks);
+      count -= part;
+    }
+    return ranks;
+  }
+
+  void move_out(size_t node, int32_t count, std::vector<int32_t>& ranks) {
+    auto& from = nodes_[node];
+    ranks.insert(ranks.end(), from.begin(), from.begin() + count);
+    from.erase(from.begin(), from.begin() + count);
+    left_ -= count;
+  }
+
+  std::vector<std::vector<int32_t>> nodes_;
+  int32_t left_ = 0;
+};
+
+// Step 3's last resort: the group whose work per rank stays lowest.
+void join_lowest(const Problem& problem, std::vector<Group>& groups, int32_t sequence) {
+  size_t best = 0;
+  double lowest = std::numeric_limits<double>::infinity();
+  for (size_t k = 0; k < groups.size(); ++k) {
+    double work = problem.work_s[sequence], speed = 0.0;
+    for (int32_t s : groups[k].anchors) work += problem.work_s[s];
+    for (int32_t r : groups[k].ranks) speed += problem.speeds[r];
+    if (work / speed < lowest) {
+      lowest = work / speed;
+      best = k;
+    }
+  }
+  groups[best].anchors.push_back(sequence);
+}
+
+}  // namespace
+
+double even_communication_s(const Problem& problem, int32_t s, int32_t ranks, int32_t node_size) {
+  if (ranks < 2) return 0.0;
+  const double g = ranks, parts = std::ceil(g / node_size), near = g / parts;
+  const double heads = problem.num_heads / g, touched = std::max(1.0, heads);
+  const double per_rank = static_cast<double>(problem.lengths[s]) * (2.0 * touched + 2.0 * heads) * problem.bytes_per_head_token;
+  return problem.communication_scale * per_rank *
+         ((near - 1.0) / g / problem.intra_bytes_per_s + (g - near) / g / problem.inter_bytes_per_s);
+}
+
+std::vector<AnchorSize> size_anchors(const Problem& problem, const LayoutSettings& settings) {
+  const int32_t node_size = largest_node(problem);
+  const double bar = settings.target_s * settings.anchor_share * problem.total_speed / problem.num_ranks;
+  std::vector<AnchorSize> sizes;
+  for (int32_t s : problem.heaviest_first) {
+    if (problem.work_s[s] <= bar || problem.lengths[s] < 2) break;
+    sizes.push_back({s, std::max(2, group_size(problem, s, settings.target_s * settings.size_share, node_size))});
+  }
+  return sizes;
+}
+
+std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes) {
+  std::stable_sort(sizes.begin(), sizes.end(), [](const AnchorSize& a, const AnchorSize& b) { return a.ranks > b.ranks; });
+  FreeRanks free(problem);
+  std::vector<Group> groups;
+  std::vector<int32_t> homeless;
+  for (const auto& anchor : sizes) {
+    if (2 * free.left() < anchor.ranks || free.left() == 0) {
+      homeless.push_back(anchor.sequence);
+      continue;
+    }
+    groups.push_back({free.take(std::min(anchor.ranks, free.left())), {anchor.sequence}});
+  }
+  while (free.left() > 0) groups.push_back({free.take(1), {}});
+  for (int32_t s : homeless) join_lowest(problem, groups, s);
+  for (auto& group : groups) {
+    std::sort(group.ranks.begin(), group.ranks.end(), [&](int32_t a, int32_t b) {
+      return problem.node_index[a] != problem.node_index[b] ? problem.node_index[a] < problem.node_index[b] : a < b;
+    });
+  }
+  return groups;
+}
+
+}  // namespace knapformer

@@ -1,0 +1,126 @@
+// Numbered steps:
+//   1. Whole sequences, unless one of them alone exceeds the bound by too much; done where that is as good as the bound.
+//   2. The search for groups (search.hpp).
+//   3. The other planners' plans, where a quick bound leaves them a chance and they keep the caps.
+//   4. The lowest makespan wins, then the fewest bytes, then the fewest splits.
+#include "moldable/moldable.hpp"
+
+#include <algorithm>
+#include <optional>
+
+#include "baselines.hpp"
+#include "evaluate.hpp"
+#include "moldable/search.hpp"
+
+namespace knapformer {
+namespace {
+
+constexpr double kGoodEnough = 1e-4;  // relative distance from the lower bound at which whole sequences are left alone
+
+class Contest {
+ public:
+  explicit Contest(const Problem& problem) : p_(problem) {}
+
+  double makespan_s() const { return plan_ ? score_.makespan_s : std::numeric_limits<double>::infinity(); }
+  PlanColumns winner() { return std::move(*plan_); }
+
+  // Whether the plan keeps the caps.
+  bool enter(PlanColumns plan) {
+    const Evaluation score = evaluate(p_, plan.view());
+    for (int32_t r = 0; r < p_.num_ranks; ++r) {
+      if (score.tokens[r] > p_.max_tokens[r]) return false;
+    }
+    if (plan_ && !better(score)) return true;
+    plan_ = std::move(plan);
+    score_ = score;
+    return true;
+  }
+
+ private:
+  bool better(const Evaluation& other) const {
+    if (other.makespan_s != score_.makespan_s) return other.makespan_s < score_.makespan_s;
+    if (other.bytes != score_.bytes) return other.bytes < score_.bytes;
+    return other.num_split < score_.num_split;
+  }
+
+  const Problem& p_;
+  std::optional<PlanColumns> plan_;
+  Evaluation score_;
+};
+
+PlanColumns searched_plan(const Problem& problem) {
+  Search search(problem);
+  PlanColumns plan;
+  for (const auto& placement : search.place(search.run())) plan.add_placement(placement);
+  return plan;
+}
+
+// Without the caps, and under them where that breaks one.
+void enter_whole(const Problem& problem, Contest& contest) {
+  if (contest.enter(*plan_whole(problem, false))) return;
+  if (auto plan = plan_whole(problem)) contest.enter(std::move(*plan));
+}
+
+double heaviest_alone_s(const Problem& problem) {
+  if (problem.work_s.empty()) return 0.0;
+  return *std::max_element(problem.work_s.begin(), problem.work_s.end()) /
+         *std::max_element(problem.speeds.begin(), problem.speeds.end());
+}
+
+// A makespan that even splits over at least `size` ranks each cannot beat: the work and, of every sequence that has a token for
+// each of those ranks, three inputs and one output of the heads that its tokens' ranks do not have, floors included.
+double even_split_bound_s(const Problem& problem, int32_t size) {
+  const double g = size;
+  double bytes = 0.0;
+  for (int64_t length : problem.lengths) {
+    if (length < size) continue;
+    const double moved = static_cast<double>(length) * (1.0 - 1.0 / g) - 1.0;
+    bytes += 4.0 * std::max(0.0, moved) * problem.num_heads * problem.bytes_per_head_token;
+  }
+  const double slowest = *std::min_element(problem.speeds.begin(), problem.speeds.end());
+  const double link = std::max(problem.intra_bytes_per_s, problem.inter_bytes_per_s);
+  return (problem.total_work_s + slowest * problem.communication_scale * bytes / link) / problem.total_speed;
+}
+
+double home_makespan_s(const Problem& problem) {
+  std::vector<double> load(problem.num_ranks, 0.0);
+  for (int32_t s = 0; s < problem.num_sequences(); ++s) load[problem.homes[s]] += problem.work_s[s];
+  double highest = 0.0;
+  for (int32_t r = 0; r < problem.num_ranks; ++r) highest = std::max(highest, load[r] / problem.speeds[r]);
+  return highest;
+}
+
+int32_t smallest_node(const Problem& problem) {
+  std::vector<int32_t> count(problem.num_nodes, 0);
+  for (int32_t n : problem.node_index) ++count[n];
+  return *std::min_element(count.begin(), count.end());
+}
+
+// Step 3. A bound is compared with a little room for its own rounding.
+void enter_others(const Problem& problem, Contest& contest) {
+  const auto has_chance = [&](double bound_s) { return bound_s * (1.0 - 1e-12) < contest.makespan_s(); };
+  if (has_chance(home_makespan_s(problem))) contest.enter(plan_home(problem));
+  if (has_chance(even_split_bound_s(problem, smallest_node(problem)))) contest.enter(plan_ulysses(problem));
+  for (int32_t size = 1; size <= problem.num_ranks && problem.num_ranks % size == 0; size *= 2) {
+    const double bound = size == 1 ? heaviest_alone_s(problem) : even_split_bound_s(problem, size);
+    if (!has_chance(std::max(bound, problem.lower_bound_s()))) continue;
+    contest.enter(plan_bags(problem, std::vector<int32_t>(problem.num_ranks / size, size)));
+  }
+}
+
+}  // namespace
+
+PlanColumns plan_moldable(const Problem& problem) {
+  Contest contest(problem);
+  const double bound = problem.lower_bound_s();
+  const double alone = heaviest_alone_s(problem);
+  const bool whole_first = alone <= bound * (1.0 + kGoodEnough);
+  if (whole_first) enter_whole(problem, contest);
+  if (contest.makespan_s() <= bound * (1.0 + kGoodEnough)) return contest.winner();
+  contest.enter(searched_plan(problem));
+  if (!whole_first && alone < contest.makespan_s()) enter_whole(problem, contest);
+  enter_others(problem, contest);
+  return contest.winner();
+}
+
+}  // namespace knapformer
