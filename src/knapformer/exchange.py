@@ -162,7 +162,9 @@ def start(tensors: Sequence[Tensor], routes: Sequence[Route], channel: Channel) 
 
 def finish(pending: Pending) -> tuple[Tensor, ...]:
     """The tensors of an exchange that was launched."""
-    outputs: tuple[Tensor, ...] = _Finish.apply(pending, pending.token)
+    # A token that stayed with ``pending`` would close a cycle through its graph, and keep that alive.
+    token, pending.token = pending.token, None
+    outputs: tuple[Tensor, ...] = _Finish.apply(pending, token)
     return outputs
 
 
@@ -235,15 +237,7 @@ class _Flight:
             [sum(n * w for n, w in zip(counts, widths, strict=True)) for counts in zip(*table, strict=True)]
             for table in ([r.send_counts for r in routes], [r.receive_counts for r in routes])
         ]
-        received = sent.new_empty(sum(splits[1]) // sent.element_size())
-        work = dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            output_split_sizes=splits[1],
-            input_split_sizes=splits[0],
-            group=channel.group,
-            async_op=True,
-        )
+        received, work = all_to_all(sent, *splits, channel.group)
         if channel.meter is not None:
             channel.meter.bytes_sent += sum(splits[0])
             channel.meter.num_collectives += 1
@@ -259,6 +253,30 @@ class _Flight:
         if self.channel.meter is not None and self.work is not None:
             self.channel.meter.seconds += time.perf_counter() - began
         return outputs
+
+
+def all_to_all(
+    sent: Tensor, bytes_to: list[int], bytes_from: list[int], group: dist.ProcessGroup
+) -> tuple[Tensor, dist.Work]:
+    """Launch the collective; every rank of ``group`` calls it.
+
+    Args:
+        sent: flat, what goes to each rank after another; it must not change until the work is done.
+        bytes_to, bytes_from: (N,) bytes of it to each rank, and that come from each.
+
+    Returns:
+        A fresh flat tensor of the same dtype, and the work that fills it.
+    """
+    received = sent.new_empty(sum(bytes_from) // sent.element_size())
+    work = dist.all_to_all_single(
+        received.view(torch.uint8),
+        sent.view(torch.uint8),
+        output_split_sizes=bytes_from,
+        input_split_sizes=bytes_to,
+        group=group,
+        async_op=True,
+    )
+    return received, work
 
 
 def _pack(tensors: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
