@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from datetime import date
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +59,11 @@ def main() -> None:
                 "target_ratio": TARGETS,
                 "is_met": {name: ratios[name] <= target for name, target in TARGETS.items()},
                 "hardware": {"processor": processor(), "cores": os.cpu_count(), "load": os.getloadavg()[0]},
-                "versions": {"knapformer": __version__, "torch": torch.__version__, "python": platform.python_version()},
+                "versions": {
+                    "knapformer": __version__,
+                    "torch": torch.__version__,
+                    "python": platform.python_version(),
+                },
             },
             indent=2,
         )
@@ -76,11 +81,11 @@ def measure(rank: int, settings: dict[str, Any], folder: str) -> None:
     x = torch.randn(num_rows, settings["width"], requires_grad=True)
     gradient = torch.randn(step.num_tokens, settings["width"])
     splits = bytes_to_each(step, settings["width"] * 4)
-    sent = torch.randint(0, 255, (sum(splits[0]),), dtype=torch.uint8)
+    received, sent = (torch.ones(sum(sizes), dtype=torch.uint8) for sizes in splits)
     kept: dict[str, Tensor] = {}
     jobs: dict[str, Callable[[], Any]] = {
-        "bare": lambda: bare(sent, splits),
-        "collective": lambda: all_to_all(sent, *splits, dist.group.WORLD)[1].wait(),
+        "bare": lambda: dist.all_to_all_single(torch.empty_like(received), sent, *splits),
+        "collective": lambda: all_to_all(torch.empty_like(received), sent, *splits, dist.group.WORLD).wait(),
         "route": lambda: kept.update(y=step.route(x)),
         "route_backward": lambda: torch.autograd.grad(kept.pop("y"), x, gradient),
     }
@@ -100,26 +105,22 @@ def measure(rank: int, settings: dict[str, Any], folder: str) -> None:
     dist.destroy_process_group()
 
 
-def bare(sent: Tensor, splits: tuple[list[int], list[int]]) -> None:
-    received = torch.empty(sum(splits[1]), dtype=torch.uint8)
-    dist.all_to_all_single(received, sent, splits[1], splits[0])
-
-
 def uneven(total: int, count: int) -> list[int]:
     """``count`` lengths in an arithmetic row that sum to ``total``."""
     weights = range(1, count + 1)
     bounds = [total * sum(weights[:i]) // sum(weights) for i in range(count + 1)]
-    return [b - a for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [b - a for a, b in pairwise(bounds)]
 
 
 def bytes_to_each(step: Any, row_bytes: int) -> tuple[list[int], list[int]]:
-    """Bytes that this rank sends to, and receives from, every rank in ``step.route``."""
+    """Bytes that this rank receives from, and sends to, every rank in ``step.route``."""
     plan = step.plan
     home, rows = plan.homes[plan.segment_sequence], (plan.segment_end - plan.segment_start) * row_bytes
     moved = home != plan.segment_rank
     to, by = moved & (home == step.rank), moved & (plan.segment_rank == step.rank)
     sent = [int(rows[to & (plan.segment_rank == rank)].sum()) for rank in range(step.num_ranks)]
-    return sent, [int(rows[by & (home == rank)].sum()) for rank in range(step.num_ranks)]
+    received = [int(rows[by & (home == rank)].sum()) for rank in range(step.num_ranks)]
+    return received, sent
 
 
 def processor() -> str:
