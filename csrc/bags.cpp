@@ -46,7 +46,7 @@ BagChoice choose_bags(const Problem& problem, const std::vector<int32_t>& bag_si
   }
   for (int32_t s = 0; s < problem.num_sequences(); ++s) mean_work[problem.homes[s] / group_ranks] += problem.work_s[s] / group_ranks;
   BagChoice choice{std::vector<int32_t>(problem.lengths.size()), std::vector<int32_t>(problem.lengths.size())};
-  for (int32_t s : problem.heaviest_first()) {
+  for (int32_t s : problem.heaviest_first) {
     const int32_t g = problem.homes[s] / group_ranks;
     auto& bags = groups[g];
     const int32_t b = least_occupied(bags, mean_work[g], problem.work_s[s], problem.lengths[s]);

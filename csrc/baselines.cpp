@@ -39,7 +39,7 @@ PlanColumns plan_home(const Problem& problem) { return whole_plan(problem, probl
 
 std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps) {
   std::vector<Item> items;
-  for (int32_t s : problem.heaviest_first()) items.push_back({s, problem.work_s[s], problem.lengths[s]});
+  for (int32_t s : problem.heaviest_first) items.push_back({s, problem.work_s[s], problem.lengths[s]});
   auto at_home = rank_bins(problem, keep_caps);
   for (const auto& item : items) at_home[problem.homes[item.id]].add(item);
   const bool home_fits = std::all_of(at_home.begin(), at_home.end(), [](const Bin& bin) { return bin.room >= 0; });
@@ -61,7 +61,7 @@ PlanColumns plan_ulysses(const Problem& problem) {
   std::vector<Bin> bins(problem.num_nodes);
   for (int32_t n = 0; n < problem.num_nodes; ++n) bins[n].size = static_cast<double>(ranks[n].size());
   std::vector<Item> items;
-  for (int32_t s : problem.heaviest_first()) items.push_back({s, problem.work_s[s], 0});
+  for (int32_t s : problem.heaviest_first) items.push_back({s, problem.work_s[s], 0});
   pack(bins, items);
   std::vector<int32_t> node_of(problem.lengths.size());
   for (int32_t n = 0; n < problem.num_nodes; ++n) {

@@ -13,6 +13,9 @@ void Problem::prepare() {
   }
   total_work_s = std::accumulate(work_s.begin(), work_s.end(), 0.0);
   total_speed = std::accumulate(speeds.begin(), speeds.end(), 0.0);
+  heaviest_first.resize(lengths.size());
+  std::iota(heaviest_first.begin(), heaviest_first.end(), 0);
+  std::stable_sort(heaviest_first.begin(), heaviest_first.end(), [this](int32_t a, int32_t b) { return work_s[a] > work_s[b]; });
   node_index.assign(num_ranks, 0);
   std::vector<int32_t> seen;
   for (int32_t r = 0; r < num_ranks; ++r) {
@@ -25,13 +28,6 @@ void Problem::prepare() {
     }
   }
   num_nodes = static_cast<int32_t>(seen.size());
-}
-
-std::vector<int32_t> Problem::heaviest_first() const {
-  std::vector<int32_t> order(lengths.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_sort(order.begin(), order.end(), [this](int32_t a, int32_t b) { return work_s[a] > work_s[b]; });
-  return order;
 }
 
 void PlanColumns::add_segment(int32_t rank, int64_t start, int64_t end) {

@@ -30,14 +30,14 @@ struct Problem {
   std::vector<double> work_s;  // (S,) linear phase and attention
   double total_work_s = 0.0;
   double total_speed = 0.0;
-  std::vector<int32_t> node_index;  // (N,) nodes renumbered 0.. in order of first rank
+  std::vector<int32_t> heaviest_first;  // (S,) ids by falling work, ties by id
+  std::vector<int32_t> node_index;      // (N,) nodes renumbered 0.. in order of first rank
   int32_t num_nodes = 0;
 
   void prepare();
   int32_t num_sequences() const { return static_cast<int32_t>(lengths.size()); }
   double linear_s(int32_t s) const { return linear_s_per_token * static_cast<double>(lengths[s]); }
   double lower_bound_s() const { return total_speed > 0 ? total_work_s / total_speed : 0.0; }
-  std::vector<int32_t> heaviest_first() const;  // ids by falling work, ties by id
 };
 
 struct Segment {

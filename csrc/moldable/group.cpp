@@ -30,8 +30,8 @@ void GroupSolver::place(const Group& group, const std::vector<Item>& fillers, st
 }
 
 GroupSolver::Variant GroupSolver::best_variant(const Group& group, const std::vector<Item>& fillers) {
-  open(group, fillers);
   Variant best;
+  if (!open(group, fillers)) return best;
   fill(group, fillers, Fill::kLevel);
   const size_t level_splits = split_.size();
   try_shares(Fill::kLevel, best);
@@ -58,15 +58,15 @@ void GroupSolver::try_shares(Fill fill, Variant& best) {
   }
 }
 
-// Step 1.
-void GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
+// Step 1. Whether the caps hold the group's tokens.
+bool GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
   g_ = group.ranks.size();
   rank_ = group.ranks;
   node_.clear();
   speed_.clear();
   cap_.clear();
   int32_t last = -1, nodes = 0;
-  double speed = 0.0, tokens = 0.0, attention = 0.0;
+  double speed = 0.0, tokens = 0.0, attention = 0.0, room = 0.0;
   for (int32_t r : rank_) {
     if (p_.node_index[r] != last) {
       last = p_.node_index[r];
@@ -76,6 +76,7 @@ void GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
     speed_.push_back(p_.speeds[r]);
     cap_.push_back(static_cast<double>(p_.max_tokens[r]));
     speed += p_.speeds[r];
+    room += cap_.back();
   }
   const auto add = [&](int32_t s) {
     tokens += static_cast<double>(p_.lengths[s]);
@@ -85,7 +86,8 @@ void GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
   for (const auto& item : fillers) add(item.id);
   linear_level_ = tokens / speed;
   attention_level_ = attention / speed;
-  for (auto* sums : {&node_tokens_, &node_kv_, &node_heads_, &node_piece_}) sums->resize(static_cast<size_t>(nodes));
+  for (auto* sums : {&node_tokens_, &node_kv_, &node_heads_}) sums->resize(static_cast<size_t>(nodes));
+  return tokens <= room;
 }
 
 // Step 2.
@@ -130,7 +132,8 @@ int32_t GroupSolver::best_rank(const Item& item, double linear, double attention
 void GroupSolver::share(bool together, double snap) {
   const size_t cells = split_.size() * g_;
   heads_.assign(cells, 0);
-  piece_.assign(cells, 0.0);
+  piece_.assign(cells, 0);
+  piece_start_.assign(cells, 0);
   kv_.assign(cells, 0.0);
   held_.assign(cells, 0);
   if (split_.empty()) return;
@@ -150,7 +153,7 @@ void GroupSolver::share_attention(bool together, double snap) {
     cut_heads(k, snap);
     const double per_head = p_.attention_s[split_[k]] / p_.num_heads;
     const double per_row = per_head / static_cast<double>(p_.lengths[split_[k]]);
-    for (size_t i = 0; i < g_; ++i) load_[i] += heads_[k * g_ + i] * per_head + piece_[k * g_ + i] * per_row;
+    for (size_t i = 0; i < g_; ++i) load_[i] += heads_[k * g_ + i] * per_head + static_cast<double>(piece_[k * g_ + i]) * per_row;
     rest -= p_.attention_s[split_[k]];
     rest = std::max(rest, 0.0);
   }
@@ -186,7 +189,7 @@ void GroupSolver::cut_heads(size_t k, double snap) {
   }
   if (snap < 0.5 && left > 0 && open) {
     for (size_t i = 0; i < g_; ++i) want_[i] = want_[i] - heads[i] > snap ? want_[i] - heads[i] : 0.0;
-    pool_rows(k, left);
+    pool_rows(k, left, snap);
     return;
   }
   for (; left > 0; --left) {
@@ -204,20 +207,48 @@ void GroupSolver::cut_heads(size_t k, double snap) {
   for (size_t i = 0; i < g_; ++i) kv_[k * g_ + i] = heads[i];
 }
 
-// The rows of the last `pool_heads` heads, one head after another, cut among the ranks in proportion to `want_`.
-void GroupSolver::pool_rows(size_t k, int64_t pool_heads) {
-  const auto length = static_cast<double>(p_.lengths[split_[k]]);
-  const double rows = length * static_cast<double>(pool_heads);
-  double sum = 0.0, passed = 0.0, from = 0.0;
+// The rows of the last `pool_heads` heads, one head after another, cut among the ranks in proportion to `want_`. A cut this near
+// to the end of a head moves there.
+void GroupSolver::pool_rows(size_t k, int64_t pool_heads, double snap) {
+  const int64_t length = p_.lengths[split_[k]], rows = length * pool_heads;
+  double sum = 0.0, passed = 0.0;
   for (double w : want_) sum += w;
-  for (size_t i = 0; i < g_; ++i) {
+  for (size_t i = 0; i < g_; ++i) kv_[k * g_ + i] = heads_[k * g_ + i];
+  int64_t from = 0;
+  for (size_t i : pool_order(sum, pool_heads)) {
     const size_t cell = k * g_ + i;
     passed += want_[i];
-    const double to = std::min(rows, std::round(rows * (passed / sum)));
+    double end = static_cast<double>(pool_heads) * (passed / sum);
+    if (std::abs(end - std::round(end)) < snap) end = std::round(end);
+    const auto to = std::min(rows, static_cast<int64_t>(std::llround(static_cast<double>(length) * end)));
     piece_[cell] = to - from;
-    kv_[cell] = heads_[cell];
-    if (to > from) kv_[cell] += std::ceil(to / length) - std::floor(from / length);
+    piece_start_[cell] = from;
+    if (to > from) kv_[cell] += static_cast<double>((to + length - 1) / length - from / length);
     from = to;
+  }
+}
+
+// The order in which ranks take pooled rows: next always one of the node that holds the tokens of these rows, if it has one left.
+std::vector<size_t> GroupSolver::pool_order(double sum, int64_t pool_heads) const {
+  std::vector<size_t> order;
+  std::vector<char> used(g_, 0);
+  double at = 0.0;
+  for (;;) {
+    const double row = (at - std::floor(at)) * static_cast<double>(g_);  // tokens lie over the ranks in order, about evenly
+    const int32_t node = node_[std::min(g_ - 1, static_cast<size_t>(row + 1e-6))];
+    size_t next = g_;
+    for (size_t i = 0; i < g_; ++i) {
+      if (used[i] || want_[i] <= 0.0) continue;
+      if (next == g_) next = i;
+      if (node_[i] == node) {
+        next = i;
+        break;
+      }
+    }
+    if (next == g_) return order;
+    used[next] = 1;
+    order.push_back(next);
+    at += want_[next] / sum * static_cast<double>(pool_heads);
   }
 }
 
@@ -258,9 +289,9 @@ double GroupSolver::price() {
   for (size_t k = 0; k < split_.size(); ++k) {
     price_flows(k);
     const double per_head = p_.attention_s[split_[k]] / p_.num_heads;
-    const auto length = static_cast<double>(p_.lengths[split_[k]]);
+    const double per_row = per_head / static_cast<double>(std::max<int64_t>(1, p_.lengths[split_[k]]));
     for (size_t i = 0; i < g_; ++i) {
-      load_[i] += per_head * (heads_[k * g_ + i] + (length > 0 ? piece_[k * g_ + i] / length : 0.0));
+      load_[i] += per_head * heads_[k * g_ + i] + per_row * static_cast<double>(piece_[k * g_ + i]);
       need_[i] += static_cast<double>(held_[k * g_ + i]);
     }
   }
@@ -285,36 +316,60 @@ double GroupSolver::price() {
   return worst;
 }
 
+// k and v of all tiles, q and output of whole heads: products of tokens and heads, summed by node.
 void GroupSolver::price_flows(size_t k) {
-  const auto length = static_cast<double>(p_.lengths[split_[k]]);
-  if (length <= 0) return;
-  double tokens = 0, kv = 0, heads = 0, piece = 0;
-  for (auto* sums : {&node_tokens_, &node_kv_, &node_heads_, &node_piece_}) std::fill(sums->begin(), sums->end(), 0.0);
+  if (p_.lengths[split_[k]] <= 0) return;
+  double tokens = 0, kv = 0, heads = 0;
+  bool pieces = false;
+  for (auto* sums : {&node_tokens_, &node_kv_, &node_heads_}) std::fill(sums->begin(), sums->end(), 0.0);
   for (size_t i = 0; i < g_; ++i) {
     const size_t c = k * g_ + i;
     node_tokens_[node_[i]] += static_cast<double>(held_[c]);
     node_kv_[node_[i]] += kv_[c];
     node_heads_[node_[i]] += heads_[c];
-    node_piece_[node_[i]] += piece_[c] / length;
     tokens += static_cast<double>(held_[c]);
     kv += kv_[c];
     heads += heads_[c];
-    piece += piece_[c] / length;
+    pieces = pieces || piece_[c] > 0;
   }
-  const auto add = [&](Flow& flow, size_t c, double other_tokens, double other_kv, double other_rows) {
-    const double own = static_cast<double>(held_[c]), rows = heads_[c] + piece_[c] / length;
-    flow.before_out += own * (2.0 * other_kv + other_rows);
-    flow.before_in += other_tokens * (2.0 * kv_[c] + rows);
-    flow.after_in += own * other_rows;
-    flow.after_out += other_tokens * rows;
+  const auto add = [&](Flow& flow, size_t c, double other_tokens, double other_kv, double other_heads) {
+    const auto own = static_cast<double>(held_[c]);
+    flow.before_out += own * (2.0 * other_kv + other_heads);
+    flow.before_in += other_tokens * (2.0 * kv_[c] + heads_[c]);
+    flow.after_in += own * other_heads;
+    flow.after_out += other_tokens * heads_[c];
   };
   for (size_t i = 0; i < g_; ++i) {
     const size_t c = k * g_ + i;
     const int32_t n = node_[i];
-    const double near_rows = node_heads_[n] + node_piece_[n];
-    add(near_[i], c, node_tokens_[n] - static_cast<double>(held_[c]), node_kv_[n] - kv_[c],
-        near_rows - heads_[c] - piece_[c] / length);
-    if (node_tokens_.size() > 1) add(far_[i], c, tokens - node_tokens_[n], kv - node_kv_[n], heads + piece - near_rows);
+    add(near_[i], c, node_tokens_[n] - static_cast<double>(held_[c]), node_kv_[n] - kv_[c], node_heads_[n] - heads_[c]);
+    if (node_tokens_.size() > 1) add(far_[i], c, tokens - node_tokens_[n], kv - node_kv_[n], heads - node_heads_[n]);
+  }
+  if (pieces) price_pieces(k);
+}
+
+// q and output of pieces of heads: the overlap of each with each rank's tokens.
+void GroupSolver::price_pieces(size_t k) {
+  const int64_t length = p_.lengths[split_[k]];
+  segment_end_.resize(g_);
+  int64_t end = 0;
+  for (size_t i = 0; i < g_; ++i) segment_end_[i] = end += held_[k * g_ + i];
+  for (size_t i = 0; i < g_; ++i) {
+    int64_t at = piece_start_[k * g_ + i];
+    const int64_t stop = at + piece_[k * g_ + i];
+    auto owner = std::upper_bound(segment_end_.begin(), segment_end_.end(), at % length) - segment_end_.begin();
+    for (; at < stop; owner = (owner + 1) % static_cast<std::ptrdiff_t>(g_)) {
+      const int64_t rows = std::min(stop - at, segment_end_[owner] - at % length);
+      if (rows <= 0 || held_[k * g_ + owner] == 0) continue;
+      at += rows;
+      if (static_cast<size_t>(owner) == i) continue;
+      const auto moved = static_cast<double>(rows);
+      auto& flow = node_[owner] == node_[i] ? near_ : far_;
+      flow[owner].before_out += moved;
+      flow[i].before_in += moved;
+      flow[i].after_out += moved;
+      flow[owner].after_in += moved;
+    }
   }
 }
 
@@ -353,9 +408,8 @@ void GroupSolver::emit_tiles(size_t k, Placement& placement) const {
     if (heads > 0) placement.tiles.push_back({rank_[i], head, head + heads, 0, length});
     head += heads;
   }
-  int64_t at = 0;
   for (size_t i = 0; i < g_; ++i) {
-    auto rows = static_cast<int64_t>(piece_[k * g_ + i]);
+    int64_t at = piece_start_[k * g_ + i], rows = piece_[k * g_ + i];
     while (rows > 0) {
       const auto pool = head + static_cast<int32_t>(at / length);
       const int64_t from = at % length, take = std::min(rows, length - from);

@@ -20,12 +20,13 @@ struct Group {
 //   3. The split sequences' attention fills each rank up to one level (water filling); their tokens do the same for the linear
 //      phase, under the token caps. Several split sequences go over all ranks together, or over ranks in turn.
 //   4. Attention shares become whole heads; what is left of a head becomes a share of its query rows where that pays.
-//   5. The cheapest variant under the cost model wins. Query rows are priced as if each tile's rows lay evenly over the
-//      tokens; the finished plan is priced exactly by evaluate().
+//      Rows go where possible to a rank of the node that holds these tokens.
+//   5. The cheapest variant under the cost model wins; it is priced as evaluate() will price the plan.
 class GroupSolver {
  public:
   explicit GroupSolver(const Problem& problem) : p_(problem) {}
 
+  // Infinite where the caps cannot hold the group's tokens.
   double makespan(const Group& group, const std::vector<Item>& fillers);
   // The placements that `makespan` priced, into `placements` by sequence.
   void place(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements);
@@ -44,17 +45,19 @@ class GroupSolver {
 
   Variant best_variant(const Group& group, const std::vector<Item>& fillers);
   void try_shares(Fill fill, Variant& best);
-  void open(const Group& group, const std::vector<Item>& fillers);
+  bool open(const Group& group, const std::vector<Item>& fillers);
   void fill(const Group& group, const std::vector<Item>& fillers, Fill how);
   int32_t best_rank(const Item& item, double linear, double attention, Fill how, double* height) const;
   void share(bool together, double snap);
   void share_attention(bool together, double snap);
   void want_attention(size_t k, bool together, double rest);
   void cut_heads(size_t k, double snap);
-  void pool_rows(size_t k, int64_t pool_heads);
+  void pool_rows(size_t k, int64_t pool_heads, double snap);
+  std::vector<size_t> pool_order(double sum, int64_t pool_heads) const;
   void share_tokens(bool together);
   double price();
   void price_flows(size_t k);
+  void price_pieces(size_t k);
   double communication(size_t i) const;
   void emit(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements) const;
   void emit_tiles(size_t k, Placement& placement) const;
@@ -69,10 +72,12 @@ class GroupSolver {
   std::vector<int32_t> split_;                               // sequences
   std::vector<double> need_, want_, budget_, load_;          // (g)
   std::vector<int32_t> heads_;                               // (K, g) whole heads
-  std::vector<double> piece_, kv_;                           // (K, g) rows of pooled heads; heads touched
+  std::vector<int64_t> piece_, piece_start_;                 // (K, g) rows of pooled heads, and the first of them
+  std::vector<double> kv_;                                   // (K, g) heads touched
   std::vector<int64_t> held_;                                // (K, g) tokens
   std::vector<Flow> near_, far_;                             // (g)
-  std::vector<double> node_tokens_, node_kv_, node_heads_, node_piece_;
+  std::vector<double> node_tokens_, node_kv_, node_heads_;
+  std::vector<int64_t> segment_end_;                         // (g) of one sequence
 };
 
 // Shares out_i = clamp(level · speed_i − load_i, 0, most_i) that sum to `total`; the mosts must sum to at least that.

@@ -15,9 +15,10 @@ int32_t largest_node(const Problem& problem) {
 int32_t group_size(const Problem& problem, int32_t s, double target_s, int32_t node_size) {
   const double mean_speed = problem.total_speed / problem.num_ranks;
   const auto most = static_cast<int32_t>(std::min<int64_t>(problem.num_ranks, std::max<int64_t>(problem.lengths[s], 1)));
-  int32_t best = 0, fastest = 1;
+  const auto least = static_cast<int32_t>(std::min<double>(most, std::max(1.0, std::floor(problem.work_s[s] / (mean_speed * target_s)))));
+  int32_t best = 0, fastest = least;
   double best_time = 0.0, fastest_cost = std::numeric_limits<double>::infinity();
-  for (int32_t g = 1; g <= most; ++g) {
+  for (int32_t g = least; g <= std::min(most, 3 * least + 2 * node_size); ++g) {
     const double cost = problem.work_s[s] / (g * mean_speed) + even_communication_s(problem, s, g, node_size);
     if (cost < fastest_cost) {
       fastest_cost = cost;
@@ -26,7 +27,6 @@ int32_t group_size(const Problem& problem, int32_t s, double target_s, int32_t n
     if (cost > target_s || (best > 0 && g * cost >= best_time)) continue;
     best = g;
     best_time = g * cost;
-    if (g > 2 * node_size && g > 4 * best) break;
   }
   return best > 0 ? best : fastest;
 }
@@ -61,7 +61,10 @@ class FreeRanks {
       if (static_cast<int32_t>(nodes_[n].size()) >= share) fitting.push_back(n);
     }
     if (static_cast<int32_t>(fitting.size()) < parts) return false;
-    std::stable_sort(fitting.begin(), fitting.end(), [&](size_t a, size_t b) { return nodes_[a].size() < nodes_[b].size(); });
+    const auto fewer_left = [&](size_t a, size_t b) {
+      return nodes_[a].size() != nodes_[b].size() ? nodes_[a].size() < nodes_[b].size() : a < b;
+    };
+    std::partial_sort(fitting.begin(), fitting.begin() + parts, fitting.end(), fewer_left);
     for (int32_t k = 0; k < parts; ++k) {
       move_out(fitting[k], count * (k + 1) / parts - count * k / parts, ranks);
     }
@@ -123,7 +126,7 @@ std::vector<AnchorSize> size_anchors(const Problem& problem, const LayoutSetting
   const int32_t node_size = largest_node(problem);
   const double bar = settings.target_s * settings.anchor_share * problem.total_speed / problem.num_ranks;
   std::vector<AnchorSize> sizes;
-  for (int32_t s : problem.heaviest_first()) {
+  for (int32_t s : problem.heaviest_first) {
     if (problem.work_s[s] <= bar || problem.lengths[s] < 2) break;
     sizes.push_back({s, std::max(2, group_size(problem, s, settings.target_s * settings.size_share, node_size))});
   }

@@ -10,11 +10,13 @@
 #include "moldable/search.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 namespace knapformer {
 namespace {
 
+constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
@@ -41,19 +43,30 @@ double Grouping::makespan_s() const {
   return highest;
 }
 
-Search::Search(const Problem& problem) : p_(problem), solver_(problem), order_(problem.heaviest_first()) {}
+Search::Search(const Problem& problem) : p_(problem), solver_(problem) {
+  const double parts = static_cast<double>(problem.lengths.size()) + problem.num_ranks;
+  effort_ = std::min(1.0, kFullEffort / std::max(1.0, parts));
+  const auto all_equal = [](const auto& values) {
+    return std::all_of(values.begin(), values.end(), [&](const auto& value) { return value == values.front(); });
+  };
+  equal_ranks_ = all_equal(problem.speeds) && all_equal(problem.max_tokens);
+}
 
 Grouping Search::run() {
   auto candidates = layouts();
   climb(candidates);
   std::vector<std::pair<double, Grouping>> settled;
-  for (size_t k = 0; k < std::min(candidates.size(), kSettled); ++k) {
+  const auto effort = [this](size_t full, size_t least) {
+    return std::max(least, static_cast<size_t>(effort_ * static_cast<double>(full)));
+  };
+  candidates.resize(std::min(candidates.size(), effort(kSettled, 3)));
+  for (size_t k = 0; k < candidates.size(); ++k) {
     Grouping grouping = settle(candidates[k]);
     const double makespan = grouping.makespan_s();
     settled.push_back({makespan, std::move(grouping)});
   }
   std::stable_sort(settled.begin(), settled.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  settled.resize(std::min(settled.size(), kImproved));
+  settled.resize(std::min(settled.size(), effort(kImproved, 2)));
   size_t best = 0;
   for (size_t k = 0; k < settled.size(); ++k) {
     improve(settled[k].second, kImproveSteps);
@@ -130,15 +143,45 @@ Search::Layout Search::promise(std::vector<AnchorSize> sizes) {
     if (group.anchors.empty()) continue;
     double size = 0.0;
     for (int32_t r : group.ranks) size += p_.speeds[r];
-    const double alone = solver_.makespan(group, {});
+    const double alone = alone_s(group);
+    if (std::isinf(alone)) {  // house() will merge it
+      layout.promise_s = alone;
+      continue;
+    }
     layout.overhead_s[k] = alone * size - anchor_work(group);
     if (alone > layout.promise_s) {
       layout.promise_s = alone;
       layout.slowest = k;
     }
   }
-  layout.promise_s = std::max(layout.promise_s, fill_level(layout));
+  layout.promise_s = std::max({layout.promise_s, fill_level(layout), heaviest_filler_s(layout.sizes)});
   return layout;
+}
+
+// The makespan of a group's anchors without fillers. Equal ranks are told apart by their nodes only.
+double Search::alone_s(const Group& group) {
+  std::vector<int32_t> key = group.anchors;
+  key.push_back(-1);
+  int32_t last = -1;
+  for (int32_t r : group.ranks) {
+    if (!equal_ranks_) {
+      key.push_back(r);
+    } else if (p_.node_index[r] == last) {
+      ++key.back();
+    } else {
+      key.push_back(1);
+      last = p_.node_index[r];
+    }
+  }
+  const auto [at, is_new] = alone_s_.try_emplace(std::move(key), 0.0);
+  if (is_new) at->second = solver_.makespan(group, {});
+  return at->second;
+}
+
+// The time of the heaviest sequence that is no anchor on the fastest rank; anchors are the heaviest sequences.
+double Search::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
+  if (anchors.size() == p_.lengths.size()) return 0.0;
+  return p_.work_s[p_.heaviest_first[anchors.size()]] / *std::max_element(p_.speeds.begin(), p_.speeds.end());
 }
 
 // The level up to which fillers, poured in, fill the groups; token room counts by the fillers' mean work per token.
@@ -177,7 +220,8 @@ double Search::fill_level(const Layout& layout) const {
 
 // From the best layout: one rank more or less for an anchor, as long as the promise falls. Those found come first.
 void Search::climb(std::vector<Layout>& layouts) {
-  for (int round = 0; round < kClimbs && !layouts[0].sizes.empty(); ++round) {
+  const int rounds = std::max(3, static_cast<int>(effort_ * kClimbs));
+  for (int round = 0; round < rounds && !layouts[0].sizes.empty(); ++round) {
     Layout best;
     best.promise_s = layouts[0].promise_s * (1.0 - 1e-5);
     bool found = false;
@@ -242,7 +286,7 @@ void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
     bins[k].load_s = anchor_work(groups[k]) + overhead_s[k];
   }
   std::vector<Item> fillers;
-  for (int32_t s : order_) {
+  for (int32_t s : p_.heaviest_first) {
     if (!is_anchor[s]) fillers.push_back({s, p_.work_s[s], p_.lengths[s]});
   }
   auto left = pack(bins, fillers);

@@ -1,6 +1,7 @@
 // Searching for the groups and what goes into them.
 #pragma once
 
+#include <map>
 #include <vector>
 
 #include "moldable/group.hpp"
@@ -36,7 +37,9 @@ class Search {
   double expected_makespan() const;
   std::vector<Layout> layouts();
   Layout promise(std::vector<AnchorSize> sizes);
+  double alone_s(const Group& group);
   double fill_level(const Layout& layout) const;
+  double heaviest_filler_s(const std::vector<AnchorSize>& anchors) const;
   void climb(std::vector<Layout>& layouts);
 
   Grouping settle(const Layout& layout);
@@ -52,7 +55,9 @@ class Search {
 
   const Problem& p_;
   GroupSolver solver_;
-  std::vector<int32_t> order_;  // sequences, heaviest first
+  double effort_;      // 1 for small steps, less for large ones
+  bool equal_ranks_;   // speeds and caps
+  std::map<std::vector<int32_t>, double> alone_s_;  // makespans of groups without fillers, of this step
 };
 
 }  // namespace knapformer

@@ -155,7 +155,8 @@ def demo(
     from knapformer.bench.launch import default_num_ranks
 
     num_ranks = default_num_ranks() if ranks is None else ranks
-    _compare(TrainConfig(planners=default_planners(num_ranks)), num_ranks, output)
+    config = TrainConfig(planners=default_planners(max(num_ranks, 1)), reshard_after_forward=False)
+    _compare(config, num_ranks, output)
 
 
 @app.command()
@@ -165,13 +166,14 @@ def bench(
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 24,
     warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
     head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,
-    double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 2,
-    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 2,
+    double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1,
+    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 3,
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
     checkpoint: Annotated[str, typer.Option(help="Recompute nothing, each block or attention alone.")] = "none",
     shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards the parameters.")] = None,
+    reshard: Annotated[bool, typer.Option(help="Free a block's parameters between its passes.")] = True,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
     max_text_tokens: Annotated[int, typer.Option(help="Longer captions are cut.")] = 48,
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
@@ -184,11 +186,11 @@ def bench(
     from knapformer.bench.config import DEMO_CODES, PlannerSpec, TrainConfig, default_planners
     from knapformer.bench.launch import default_num_ranks, given_num_ranks
 
-    num_ranks = ranks or given_num_ranks() or default_num_ranks()
+    num_ranks = (given_num_ranks() or default_num_ranks()) if ranks is None else ranks
     chosen = [PlannerSpec.parse(name) for name in planners.split(",") if name]
     config = TrainConfig(
         codes=codes or DEMO_CODES,
-        planners=tuple(chosen) or default_planners(num_ranks),
+        planners=tuple(chosen) or default_planners(max(num_ranks, 1)),
         num_heads=heads,
         head_width=head_width,
         num_double_blocks=double_blocks,
@@ -198,6 +200,7 @@ def bench(
         dtype=dtype,
         checkpoint=checkpoint,
         shard_size=shard_size,
+        reshard_after_forward=reshard,
         learning_rate=learning_rate,
         max_text_tokens=max_text_tokens,
         max_tokens_per_rank=_parse_cap(max_tokens_per_rank),
@@ -224,7 +227,7 @@ def report(
 
 def _compare(config: Any, num_ranks: int, output: Path) -> None:
     from knapformer.bench.launch import run_comparison
-    from knapformer.bench.results import calibration_line, results_table
+    from knapformer.bench.results import calibration_line, explanation, results_table
 
     console = Console()
     result = run_comparison(config, num_ranks=num_ranks)
@@ -232,8 +235,9 @@ def _compare(config: Any, num_ranks: int, output: Path) -> None:
         return
     output.parent.mkdir(parents=True, exist_ok=True)
     output.write_text(json.dumps(result) + "\n")
-    console.print(calibration_line(result))
+    console.print(calibration_line(result), highlight=False)
     console.print(results_table(result["summary"]))
+    console.print(explanation(result), style="dim", highlight=False)
     console.print(f"{output}, {_write_page(result, output.with_suffix('.html'))}", style="dim")
 
 

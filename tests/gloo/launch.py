@@ -30,23 +30,33 @@ class Outcome:
     exitcode: int | None = None
 
 
-def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Any]:
+def run_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, preload: Sequence[str] = ()
+) -> list[Any]:
     """``function(rank, world_size, *args)`` on every rank; their results in order of rank.
 
     Raises:
         AssertionError: a rank raised or hung; with each rank's traceback or stack.
     """
-    outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s)
+    outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s, preload=preload)
     failures = [f"rank {r}: {o.failure}" for r, o in enumerate(outcomes) if o.failure or o.exitcode]
     assert not failures, "\n".join(failures)
     return [outcome.value for outcome in outcomes]
 
 
-def try_ranks(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120) -> list[Outcome]:
-    """As ``run_ranks``, but ranks may fail: how each of them ended. A rank that hangs still fails the test."""
+def try_ranks(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, preload: Sequence[str] = ()
+) -> list[Outcome]:
+    """As ``run_ranks``, but ranks may fail: how each of them ended. A rank that hangs still fails the test.
+
+    Args:
+        preload: modules that are slow to import; all ranks are then forked from one process that has them.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = mp.get_context("spawn")
+        context = mp.get_context("forkserver" if preload else "spawn")
+        if preload:
+            context.set_forkserver_preload(list(preload))
         ranks = [
             context.Process(target=_rank_main, args=(r, world_size, name, function, args)) for r in range(world_size)
         ]

@@ -21,7 +21,7 @@ def cases(world_size: int) -> list[Case]:
         for seed, model, checkpoint, (sharded, size) in product(seeds, MODELS, CHECKPOINTS, fsdp)
     ]
     some += [Case(model, num_heads=6, num_kv_heads=kv, seed=7) for model, kv in product(MODELS, (1, 2, 3))]
-    planners = ("home", "whole", "ulysses", "bags")
+    planners = ("home", "whole", "ulysses", "bags", "moldable")
     some += [Case("mmdit", planner=planner, dtype=torch.float32, seed=world_size + 40) for planner in planners]
     some += [Case("dit", dtype=torch.float32, seed=world_size + seed, checkpoint="block") for seed in range(50, 53)]
     return [*some, Case(overlap=False, seed=world_size + 60)]

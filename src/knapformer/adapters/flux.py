@@ -55,7 +55,9 @@ def pack(
     text = samples("encoder_hidden_states", encoder_hidden_states, 2, "(L_text, C)", len(visual))
     if txt_ids is None:
         txt_ids = [torch.zeros(len(part), 3, dtype=torch.int64) for part in text]
-    text_ids = real_text(samples("txt_ids", txt_ids, 2, "(L_text, 3)", len(visual)), encoder_attention_mask, keep_padding)
+    text_ids = real_text(
+        samples("txt_ids", txt_ids, 2, "(L_text, 3)", len(visual)), encoder_attention_mask, keep_padding
+    )
     text = real_text(text, encoder_attention_mask, keep_padding)
     wide = torch.promote_types(dtype, torch.float32)
     scalars = [("timestep", timestep)] + ([("guidance", guidance)] if config.guidance_embeds else [])
@@ -85,7 +87,7 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     visual, text = model.x_embedder(visual), model.context_embedder(text)
 
     packed = Packed(step)
-    packed.rotate = rotation(*model.pos_embed(packed.merge(text_ids, visual_ids)))
+    packed.rotate = layers.rotation(*model.pos_embed(packed.merge(text_ids, visual_ids)))
     for block in model.transformer_blocks:
         text, visual = run_block(model, block, visual, text, temb, packed)
     tokens = packed.merge(text, visual)
@@ -102,11 +104,6 @@ def _condition(model: Any, vectors: Tensor, dtype: torch.dtype) -> Tensor:
     scalars = (vectors[:, i].to(dtype) * 1000 for i in range(num_scalars))
     temb: Tensor = model.time_text_embed(*scalars, vectors[:, num_scalars:].to(dtype))
     return temb
-
-
-def rotation(cos: Tensor, sin: Tensor) -> Any:
-    """Rotate (T, H, D) by diffusers' tables (T, D)."""
-    return lambda x: apply_rotary_emb(x.unsqueeze(0), (cos, sin), sequence_dim=1).squeeze(0)
 
 
 def double_block(self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:

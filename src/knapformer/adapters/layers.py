@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from knapformer.adapters.packing import Packed
+from knapformer.adapters.packing import Packed, Rotate
 from knapformer.models.layers import add_gated, modulate
 
 HALF_MAX = 65504
 EXCLUDED_SCORE = -4_000.0
-"""Unscaled score of a text key in attention among visual tokens only: its weight underflows to exactly 0, and it fits float16."""
+"""Score of a text key in attention among visual tokens only: its weight is exactly 0, and float16 can hold it."""
 
 
 def ada_zero(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> tuple[Tensor, ...]:
@@ -45,6 +45,18 @@ def ada_continuous(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> Tensor:
     """AdaLayerNormContinuous: modulated x."""
     scale, shift = self.linear(self.silu(emb).to(x.dtype)).chunk(2, dim=1)
     return modulate(self.norm(x), shift, scale, index)
+
+
+def rotation(cos: Tensor, sin: Tensor) -> Rotate:
+    """Rotate pairs of channels of (T, H, D) by diffusers' tables (T, D), as its ``apply_rotary_emb`` does."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+
+    def rotate(x: Tensor) -> Tensor:
+        real, imaginary = x.unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
+        turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
+        return (x.float() * cos + turned.float() * sin).to(x.dtype)
+
+    return rotate
 
 
 def feed_forward(x: Tensor, parts: tuple[Tensor, ...], norm: Any, mlp: Any, index: Tensor) -> Tensor:

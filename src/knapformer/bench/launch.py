@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import platform
 import sys
@@ -24,7 +25,7 @@ from knapformer.bench.config import TrainConfig, usable_cores
 from knapformer.bench.results import SCHEMA, summarize
 from knapformer.bench.train import run_rank
 from knapformer.errors import ConfigurationError, KnapFormerError
-from knapformer.groups import BalancingGroup
+from knapformer.groups import BalancingGroup, wait_for_all
 
 TIMEOUT = timedelta(minutes=10)
 """After this a rank gives up waiting for another one."""
@@ -72,6 +73,8 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
         ranks = mp.start_processes(
             _spawned, (num_ranks, folder, config), nprocs=num_ranks, join=False, start_method="spawn"
         )
+        # A rank that fails ends the others; torch would say so on stderr, beside the error itself.
+        logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)
         try:
             while not ranks.join():
                 pass
@@ -115,7 +118,7 @@ def _rank(rank: int, num_ranks: int, init_method: str, config: TrainConfig) -> d
         with _progress_bars() if rank == 0 else nullcontext(_silent) as progress:
             raw = run_rank(config, group, ranks_per_node=ranks_per_node, progress=progress)
         # Without the barrier, gloo's threads sometimes abort a rank that leaves while another still talks to it.
-        dist.barrier()
+        wait_for_all(group)
     finally:
         dist.destroy_process_group()
     if rank != 0:

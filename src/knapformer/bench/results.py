@@ -100,20 +100,19 @@ def calibration_line(result: Mapping[str, Any]) -> str:
 
 
 def results_table(summary: Mapping[str, Mapping[str, float]]) -> Table:
-    """The one table of a comparison."""
-    table = Table(box=None, pad_edge=False, header_style="bold", row_styles=["", "dim"])
+    """The one table of a comparison; it fits 80 columns."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("planner", no_wrap=True)
     for name in (
         "step\nms",
         "tokens\n/s",
         "samples\n/s",
-        "discrepancy\npredicted",
-        "discrepancy\nmeasured",
-        "exchange\nms",
-        "sent\nMB/step",
-        "speed-up\n×",
-        "of ideal\n%",
-        "loss\ndifference",
+        "discrepancy\npred./meas.",
+        "exch.\nms",
+        "sent\nMB",
+        "speed\n-up ×",
+        "of\nideal",
+        "loss\ndiff.",
     ):
         table.add_column(name, justify="right", no_wrap=True)
     best = max(summary, key=lambda name: summary[name]["speedup"])
@@ -121,15 +120,26 @@ def results_table(summary: Mapping[str, Mapping[str, float]]) -> Table:
         table.add_row(
             name,
             f"{1e3 * row['step_s']:.0f}",
-            f"{row['tokens_per_s']:,.0f}",
+            f"{row['tokens_per_s']:.0f}",
             f"{row['samples_per_s']:.2f}",
-            f"{100 * row['predicted_discrepancy']:.1f} %",
-            f"{100 * row['measured_discrepancy']:.1f} %",
+            f"{100 * row['predicted_discrepancy']:.1f}/{100 * row['measured_discrepancy']:.1f} %",
             f"{1e3 * row['exchange_s']:.0f}",
             f"{row['megabytes']:.1f}",
             f"{row['speedup']:.2f}",
-            f"{100 * row['of_ideal']:.0f}",
+            f"{100 * row['of_ideal']:.0f} %",
             f"{row['loss_difference']:.0e}",
             style="bold green" if name == best and row["speedup"] > 1 else None,
         )
     return table
+
+
+def explanation(result: Mapping[str, Any]) -> str:
+    """What the table's columns mean, and the ideal that they are compared with."""
+    reference = next(iter(result["summary"]))
+    ideal = result["summary"][reference]["ideal_speedup"]
+    return (
+        f"Ideal speed-up {ideal:.2f} ×: {reference}'s measured max/mean busy time. Medians over "
+        f"{result['config']['steps'] - result['config']['warmup_steps']} steps. Discrepancy: max/mean − 1 of the "
+        "ranks' busy time, waiting excluded. Exchanges: wall time, waiting included. Loss: largest relative "
+        f"difference from {reference} at any step."
+    )

@@ -196,7 +196,12 @@ def _make_contestant(
         policy = MixedPrecisionPolicy(
             param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
         )
-    shard(model, shard_size=config.shard_size, mp_policy=policy)
+    shard(
+        model,
+        shard_size=config.shard_size,
+        mp_policy=policy,
+        reshard_after_forward=config.reshard_after_forward,
+    )
     meter = Meter()
     balancer = Balancer(
         cost,
