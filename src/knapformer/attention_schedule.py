@@ -47,7 +47,7 @@ def attention_schedule(plan: Plan, tokens: RankTokens, rank: int) -> AttentionSc
     tiles = _columns(plan.tile_sequence, plan.tile_rank, plan.tile_query_start, plan.tile_query_end)
     tiles |= {"head_start": plan.tile_head_start.astype(np.int64), "head_end": plan.tile_head_end.astype(np.int64)}
     tiles = _where(tiles, split[tiles["sequence"]])
-    spans = _key_spans(tiles, plan)
+    spans = key_spans(tiles, plan)
     rest = slice(tokens.num_whole, None)
     split_tokens = RankTokens(tokens.sequence[rest], tokens.start[rest], tokens.end[rest], 0)
     own_tiles, own_spans = (_where(t, t["rank"] == rank) for t in (tiles, spans))
@@ -121,7 +121,7 @@ def _pairs(
     return pair_left[own], pair_right[own]
 
 
-def _key_spans(tiles: Columns, plan: Plan) -> Columns:
+def key_spans(tiles: Columns, plan: Plan) -> Columns:
     """The key-value heads that each rank needs of each sequence: the union over its tiles, whatever their rows."""
     group = plan.num_heads // plan.num_kv_heads
     start, end = tiles["head_start"] // group, -(-tiles["head_end"] // group)

@@ -11,12 +11,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from knapformer import cli_predict
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.lengths import Lengths, read_lengths
@@ -35,6 +36,10 @@ UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 Out = Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+cli_predict.register(app)
+
+DEMO_FILE, BENCH_FILE = Path("runs/demo.json"), Path("runs/bench.json")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,7 +122,7 @@ def plan(
     console = Console()
     home = evaluate(make_plan(step_lengths, planner="home", cost=model_cost, max_tokens_per_rank=None), model_cost)
     console.print(_summary_table(summary, home.makespan_s))
-    console.print(plan_table(result, evaluation))
+    console.print(plan_table(result, evaluation, width=console.width))
 
 
 @app.command()
@@ -140,6 +145,111 @@ def workload(
     print(f"{output}: {lengths.num_sequences} sequences, {lengths.num_tokens:,} tokens on {lengths.num_ranks} ranks")
 
 
+@app.command()
+def demo(
+    ranks: Annotated[int | None, typer.Option(help="Processes; as many as cores (2 to 8), or all GPUs.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = DEMO_FILE,
+) -> None:
+    """Train a small MMDiT on images and a video, with and without balancing, and show the difference."""
+    from knapformer.bench.config import TrainConfig, default_planners
+    from knapformer.bench.launch import default_num_ranks
+
+    num_ranks = default_num_ranks() if ranks is None else ranks
+    config = TrainConfig(planners=default_planners(max(num_ranks, 1)), reshard_after_forward=False)
+    _compare(config, num_ranks, output)
+
+
+@app.command()
+def bench(
+    codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = "",
+    planners: Annotated[str, typer.Option(help="Joined by commas, as in home,bags:g2n1,moldable.")] = "",
+    ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
+    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 24,
+    warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
+    head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,
+    double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1,
+    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 3,
+    dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
+    checkpoint: Annotated[str, typer.Option(help="Recompute nothing, each block or attention alone.")] = "none",
+    shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards the parameters.")] = None,
+    reshard: Annotated[bool, typer.Option(help="Free a block's parameters between its passes.")] = True,
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3,
+    max_text_tokens: Annotated[int, typer.Option(help="Longer captions are cut.")] = 48,
+    max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
+    overlap: Annotated[bool, typer.Option(help="Attend to whole sequences during the exchange.")] = True,
+    cost: Annotated[Path | None, typer.Option(help="A cost file; without it the bench calibrates first.")] = None,
+    seed: Annotated[int, typer.Option(help="Of samples and initial parameters.")] = 0,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = BENCH_FILE,
+) -> None:
+    """The demo with everything settable; under torchrun it uses the ranks that it is given."""
+    from knapformer.bench.config import DEMO_CODES, PlannerSpec, TrainConfig, default_planners
+    from knapformer.bench.launch import default_num_ranks, given_num_ranks
+
+    num_ranks = (given_num_ranks() or default_num_ranks()) if ranks is None else ranks
+    chosen = [PlannerSpec.parse(name) for name in planners.split(",") if name]
+    config = TrainConfig(
+        codes=codes or DEMO_CODES,
+        planners=tuple(chosen) or default_planners(max(num_ranks, 1)),
+        num_heads=heads,
+        head_width=head_width,
+        num_double_blocks=double_blocks,
+        num_single_blocks=single_blocks,
+        steps=steps,
+        warmup_steps=warmup_steps,
+        dtype=dtype,
+        checkpoint=checkpoint,
+        shard_size=shard_size,
+        reshard_after_forward=reshard,
+        learning_rate=learning_rate,
+        max_text_tokens=max_text_tokens,
+        max_tokens_per_rank=_parse_cap(max_tokens_per_rank),
+        overlap=overlap,
+        cost=None if cost is None else CostModel.read(cost).to_dict(),
+        seed=seed,
+    )
+    _compare(config, num_ranks, output)
+
+
+@app.command()
+def report(
+    results: Annotated[Path, typer.Argument(help="A results file of demo or bench.")],
+    output: Out = None,
+) -> None:
+    """Make the HTML page of a results file."""
+    try:
+        content = json.loads(results.read_text())
+    except ValueError as error:
+        raise ConfigurationError(f"{results} is not JSON: {error}") from None
+    page = _write_page(content, results.with_suffix(".html") if output is None else output)
+    print(page)
+
+
+def _compare(config: Any, num_ranks: int, output: Path) -> None:
+    from knapformer.bench.launch import run_comparison
+    from knapformer.bench.results import calibration_line, explanation, results_table
+
+    console = Console()
+    result = run_comparison(config, num_ranks=num_ranks)
+    if result is None:
+        return
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result) + "\n")
+    console.print(calibration_line(result), highlight=False)
+    console.print(results_table(result["summary"]))
+    console.print(explanation(result), style="dim", highlight=False)
+    console.print(f"{output}, {_write_page(result, output.with_suffix('.html'))}", style="dim")
+
+
+def _write_page(content: Any, file: Path) -> Path:
+    from knapformer.report.page import render_page
+
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"a results file is a JSON object, got {type(content).__name__}")
+    file.write_text(render_page(content))
+    return file
+
+
 def _read_cost(model: str | None, path: Path | None, ranks_per_node: int | None) -> CostModel:
     if model is not None and path is not None:
         raise ConfigurationError("give --model or --cost, not both")
@@ -147,9 +257,11 @@ def _read_cost(model: str | None, path: Path | None, ranks_per_node: int | None)
     return found if ranks_per_node is None else found.with_machine(ranks_per_node=ranks_per_node)
 
 
-def _parse_cap(text: str) -> int | str | None:
-    if text in ("none", "auto"):
-        return None if text == "none" else text
+def _parse_cap(text: str) -> int | Literal["auto"] | None:
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return None
     if not text.isdecimal():
         raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text!r}")
     return int(text)

@@ -150,10 +150,7 @@ def agree_on_plan(group: BalancingGroup, digest: bytes | None, error: KnapFormer
 
 def _disagreement(group: BalancingGroup, text: bytes) -> KnapFormerError:
     """Every rank's own words, gathered, as the one error that all ranks raise."""
-    sizes = _all_gather(group, np.asarray([len(text)], np.int64))[:, 0].tolist()
-    padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8), np.int64)
-    gathered = _all_gather(group, padded, [-(-size // 8) for size in sizes])
-    said = [json.loads(own.tobytes()[:size]) for own, size in zip(gathered, sizes, strict=True)]
+    said = [json.loads(words) for words in _gather_text(group, text)]
     for rank, words in enumerate(said):
         if words["error"] is not None:
             kind = next((e for e in _ERRORS if e.__name__ == words["error"][0]), RankError)
@@ -170,6 +167,27 @@ def _disagreement(group: BalancingGroup, text: bytes) -> KnapFormerError:
                 f"rank {rank} names streams and conditioning {words['names']}, rank 0 {said[0]['names']}"
             )
     return DisagreementError("ranks disagree, but say the same: a hash collision")
+
+
+def gather_values(group: BalancingGroup, value: Any) -> list[Any]:
+    """Every rank's value, in order of rank. Every rank of the group calls it.
+
+    Args:
+        value: anything that JSON holds.
+    """
+    return [json.loads(text) for text in _gather_text(group, json.dumps(value).encode())]
+
+
+def wait_for_all(group: BalancingGroup) -> None:
+    """Return once every rank of the group has called this. It does not wait for devices."""
+    _all_gather(group, np.zeros(1, np.int64))
+
+
+def _gather_text(group: BalancingGroup, text: bytes) -> list[bytes]:
+    sizes = _all_gather(group, np.asarray([len(text)], np.int64))[:, 0].tolist()
+    padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8), np.int64)
+    gathered = _all_gather(group, padded, [-(-size // 8) for size in sizes])
+    return [own.tobytes()[:size] for own, size in zip(gathered, sizes, strict=True)]
 
 
 def _all_gather(group: BalancingGroup, numbers: np.ndarray, counts: list[int] | None = None) -> Any:

@@ -88,12 +88,13 @@ def _sdpa(
             parts.append(torch.zeros_like(q[bounds[0][0][0] : bounds[-1][0][1]]))
             continue
         (first_q, first_k), (last_q, last_k) = ((e[0][i], e[1][i]) for e, i in ((bounds[0], 0), (bounds[-1], 1)))
-        batch = (
+        batch_q, batch_k, batch_v = (
             x[a:b].unflatten(0, (len(bounds), n)).transpose(1, 2)
             for x, a, b, n in ((q, first_q, last_q, num_q), (k, first_k, last_k, num_k), (v, first_k, last_k, num_k))
         )
-        grouped = q.shape[1] != k.shape[1]
-        out = functional.scaled_dot_product_attention(*batch, is_causal=causal, scale=scale, enable_gqa=grouped)
+        out = functional.scaled_dot_product_attention(
+            batch_q, batch_k, batch_v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import random
-import sys
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-for folder in ("models", "pure"):
-    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
-
 from model_cases import Sample, alone, dit, error, mmdit, pack, samples
 from plan_cases import random_plan
+from torch import Tensor, nn
 
 from knapformer import Balancer, CostModel, Lengths, Plan
 from knapformer.parallel import checkpoint, shard
@@ -83,50 +78,43 @@ def cast(batch: list[Sample], dtype: torch.dtype) -> list[Sample]:
     return [Sample(leaf(s.text), leaf(s.visual), s.position_ids, leaf(s.conditioning), leaf(s.weight)) for s in batch]
 
 
-def compare(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    """The largest relative error of outputs and of each kind of gradient on this rank."""
+def compare(rank: int, world_size: int, case: Case, references: dict[Any, list[Tensor]]) -> dict[str, float]:
+    """The largest relative error of the output and of each gradient on this rank; ``references`` are kept."""
     text, visual, ranks = homes(case, world_size)
-    batch = cast(samples(text, visual, seed=case.seed), case.dtype)
-    reference = build(case)
-    expected, expected_gradients = alone_in(reference, batch, case.dtype)
+    everything = samples(text, visual, seed=case.seed)
+    mine = cast([everything[i] for i in ranks[rank]], case.dtype)
+    key = (case.model, case.num_heads, case.num_kv_heads, case.dtype, case.seed)
+    if key not in references:
+        references[key] = unbalanced(build(case), mine)
     model = build(case)
     if case.checkpoint:
         checkpoint(model, what=case.checkpoint)
     if case.fsdp:
         shard(model, shard_size=case.shard_size)
-    mine = cast([batch[i] for i in ranks[rank]], case.dtype)
     output = balanced(model, mine, case, rank)
     weights = torch.cat([output.new_zeros(0, 5), *(s.weight for s in mine)])
     scale = world_size if case.fsdp else 1  # FSDP averages gradients
-    leaves = [leaf for s in mine for leaf in s.leaves]
     ((output * weights).sum() * scale).backward()
-    starts = [sum(visual[:i]) for i in range(len(visual) + 1)]
-    own = [expected[starts[i] : starts[i + 1]] for i in ranks[rank]]
-    found = {"output": error(output, torch.cat([output.new_zeros(0, 5), *own]))}
-    num_parameters = len(list(model.parameters()))
-    names = [name for name, _ in model.named_parameters()]
-    for at, (name, parameter) in enumerate(zip(names, model.parameters(), strict=True)):
-        gradient = full_gradient(parameter, case)
-        found[f"parameter {name}"] = relative(gradient, expected_gradients[at])
-    for at, leaf in enumerate(leaves):
-        i, kind = ranks[rank][at // 3], ("text", "visual", "conditioning")[at % 3]
-        got = torch.zeros_like(leaf) if leaf.grad is None else leaf.grad / scale
-        found[f"{kind} of sample {i}"] = relative(got, expected_gradients[num_parameters + 3 * i + at % 3])
-    return found
+    leaves = {f"{kind} of sample {i}": x for i, s in enumerate(mine) for kind, x in vars(s).items() if x.requires_grad}
+    found = {"output": output}
+    found |= {f"parameter {name}": full_gradient(p, case) for name, p in model.named_parameters()}
+    found |= {name: torch.zeros_like(x) if x.grad is None else x.grad / scale for name, x in leaves.items()}
+    return {name: relative(x, y) for (name, x), y in zip(found.items(), references[key], strict=True)}
+
+
+def unbalanced(model: nn.Module, mine: list[Sample]) -> list[Tensor]:
+    """Output and gradients where every rank runs its own samples, one by one, and parameters' gradients are summed."""
+    parameters = list(model.parameters())
+    empty = (parameters[0].new_zeros(0, 5), [torch.zeros_like(p) for p in parameters])
+    output, gradients = alone(model, mine) if mine else empty
+    for gradient, _ in zip(gradients, parameters, strict=False):
+        dist.all_reduce(gradient)
+    return [output, *gradients]
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
     """Relative to the reference, or absolute where that is zero but for rounding."""
     return error(value, reference) if float(reference.norm()) > 1e-12 else float((value - reference).norm())
-
-
-def alone_in(model: nn.Module, batch: list[Sample], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    previous = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        return alone(model, batch)
-    finally:
-        torch.set_default_dtype(previous)
 
 
 def full_gradient(parameter: nn.Parameter, case: Case) -> Tensor:
@@ -141,13 +129,18 @@ def balanced(model: nn.Module, mine: list[Sample], case: Case, rank: int) -> Ten
     """(visual rows at home, 5): route, model, restore."""
     cost = CostModel(hidden=8 * case.num_heads, num_heads=case.num_heads, flops_per_s=1e9)
     balancer = Balancer(
-        cost, planner=make_planner(case), overlap=case.overlap, num_kv_heads=case.num_kv_heads, topology=topology(case)
+        cost,
+        planner=make_planner(case),
+        topology=topology(case),
+        num_kv_heads=case.num_kv_heads,
+        overlap=case.overlap,
     )
     visual, text, position_ids, conditioning, _, streams = pack(mine)
+    # Without samples these are new leaves; ranks must agree on what requires gradients.
+    visual, text, conditioning = (
+        x if x.requires_grad else x.to(case.dtype).requires_grad_() for x in (visual, text, conditioning)
+    )
     visual, text, conditioning = (x.to(case.dtype) for x in (visual, text, conditioning))
-    visual.requires_grad_() if not visual.requires_grad else None
-    text.requires_grad_() if not text.requires_grad else None
-    conditioning.requires_grad_() if not conditioning.requires_grad else None
     counts = {"text": [len(s.text) for s in mine], "visual": [len(s.visual) for s in mine]}
     if case.model == "dit":
         position_ids = position_ids.index_select(0, streams.visual)
@@ -180,4 +173,5 @@ def spoil(x: Tensor, case: Case, rank: int) -> Tensor:
 
 
 def compare_all(rank: int, world_size: int, cases: list[Case]) -> list[dict[str, float]]:
-    return [compare(rank, world_size, case) for case in cases]
+    references: dict[Any, list[Tensor]] = {}
+    return [compare(rank, world_size, case, references) for case in cases]

@@ -83,7 +83,9 @@ def samples(text: Sequence[int], visual: Sequence[int], seed: int = 1) -> list[S
 def pack(batch: Sequence[Sample]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, StreamIndex]:
     """The arguments of ``MMDiT.forward`` for a batch, possibly an empty one."""
 
-    def join(parts: list[Tensor], *shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    kind = batch[0].text.dtype if batch else torch.float64
+
+    def join(parts: list[Tensor], *shape: int, dtype: torch.dtype = kind) -> Tensor:
         return torch.cat([torch.zeros(0, *shape, dtype=dtype), *parts])
 
     conditioning = join([s.conditioning[None] for s in batch], 6)
@@ -123,7 +125,8 @@ def gradients(model: torch.nn.Module, batch: Sequence[Sample], output: Tensor) -
 
 def alone(model: torch.nn.Module, batch: Sequence[Sample]) -> tuple[Tensor, list[Tensor]]:
     """Output and gradients where each sequence runs by itself."""
-    output = torch.cat([torch.zeros(0, 5, dtype=torch.float64), *(run(model, [s]) for s in batch)])
+    outputs = [run(model, [s]) for s in batch]
+    output = torch.cat(outputs) if outputs else torch.zeros(0, 5, dtype=torch.float64)
     return output, gradients(model, batch, output)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from knapformer.plan import Plan
+from knapformer.plan import Placement, Plan
 
 if TYPE_CHECKING:
     from knapformer.planners import Evaluation
@@ -21,23 +21,25 @@ BAR_WIDTH = 24
 _PARTS = (("rank_linear_s", "█", "green"), ("rank_attention_s", "▓", "blue"), ("rank_communication_s", "░", "red"))
 
 
-def plan_table(plan: Plan, evaluation: Evaluation, *, max_rows: int = 32) -> Table:
+def plan_table(plan: Plan, evaluation: Evaluation, *, max_rows: int = 32, width: int = 120) -> Table:
     """A row per rank: tokens, load over the mean, a bar of linear, attention and communication time, sequences.
 
     Args:
         plan: of any size; beyond ``max_rows`` ranks only the busiest and the idlest are shown, in rank order.
         evaluation: of ``plan``.
         max_rows: rows for ranks.
+        width: characters of a row.
 
     Returns:
-        A Rich table. Split sequences come first, as ``#id length tokens heads``; whole ones are counted by length.
+        A Rich table. Split sequences come first, as ``#id [tokens]{heads}``, counted where parts are alike; then whole
+        ones, counted by length.
     """
     table = Table(box=None, pad_edge=False, header_style="bold", expand=False)
-    for name in ("rank", "tokens", "load"):
-        table.add_column(name, justify="right")
-    legend = "█ linear ▓ attention ░ exchange"
-    table.add_column(legend)
-    table.add_column("sequences", no_wrap=True, overflow="ellipsis")
+    for name, least in (("rank", 4), ("tokens", 7), ("load", 5)):
+        table.add_column(name, justify="right", min_width=least, no_wrap=True)
+    table.add_column("█ linear ▓ attn ░ exch.", min_width=BAR_WIDTH, no_wrap=True)
+    left = max(16, width - sum(column.min_width or 0 for column in table.columns) - len(table.columns) - 1)
+    table.add_column("sequences", max_width=left, no_wrap=True, overflow="ellipsis")
     load = np.asarray(evaluation.rank_linear_s) + np.asarray(evaluation.rank_attention_s)
     busy = load + np.asarray(evaluation.rank_communication_s)
     full_s = max(float(busy.max()), evaluation.makespan_s)
@@ -60,7 +62,7 @@ def _ranks_shown(busy: np.ndarray, max_rows: int) -> list[int]:
     if len(busy) <= max_rows:
         return list(range(len(busy)))
     order = np.argsort(-busy, kind="stable")
-    num_idlest = max_rows // 3
+    num_idlest = max_rows // 4
     return sorted([*order[: max_rows - num_idlest].tolist(), *order[len(order) - num_idlest :].tolist()])
 
 
@@ -78,23 +80,31 @@ def _bar(evaluation: Evaluation, rank: int, full_s: float) -> Text:
 def _sequences_of_ranks(plan: Plan) -> list[Text]:
     """What each rank holds, split sequences first."""
     is_split = plan.is_split
-    whole = np.flatnonzero(~is_split & (plan.lengths > 0))
-    counts: list[Counter[int]] = [Counter() for _ in range(plan.world_size)]
-    for i in whole.tolist():
-        counts[int(plan.segment_rank[plan.segment_offsets[i]])][int(plan.lengths[i])] += 1
-    texts = [Text() for _ in range(plan.world_size)]
+    whole: list[Counter[str]] = [Counter() for _ in range(plan.world_size)]
+    for i in np.flatnonzero(~is_split & (plan.lengths > 0)).tolist():
+        whole[int(plan.segment_rank[plan.segment_offsets[i]])][str(plan.lengths[i])] += 1
+    parts: list[dict[str, list[int]]] = [{} for _ in range(plan.world_size)]
     for i in np.flatnonzero(is_split).tolist():
         placement = plan.placement(i)
         for rank in placement.ranks:
-            tokens = " ".join(f"[{s.start}:{s.end}]" for s in placement.segments if s.rank == rank) or "[]"
-            heads = [t for t in placement.tiles if t.rank == rank]
-            part = " ".join(
-                f"{{{t.head_start}:{t.head_end}"
-                + ("" if t.query_end - t.query_start == placement.length else f"@{t.query_start}:{t.query_end}")
-                + "}"
-                for t in heads
-            )
-            texts[rank].append(f"#{i} {tokens}{part or '{}'}  ", style="bold yellow")
-    for rank, count in enumerate(counts):
-        texts[rank].append(" ".join(f"{n}×{length}" if n > 1 else str(length) for length, n in count.items()))
+            parts[rank].setdefault(_part(placement, rank), []).append(i)
+    texts = []
+    for rank in range(plan.world_size):
+        split = [f"#{ids[0]} {part}" if len(ids) == 1 else f"{len(ids)}×{part}" for part, ids in parts[rank].items()]
+        text = Text("  ".join(split), style="yellow")
+        text.append("  " if split and whole[rank] else "")
+        counted = [f"{count}×{length}" if count > 1 else length for length, count in whole[rank].items()]
+        texts.append(text.append(" ".join(counted), style="default"))
     return texts
+
+
+def _part(placement: Placement, rank: int) -> str:
+    """``[tokens]{heads}`` of one rank's part, ``{heads@queries}`` where a tile has part of the queries."""
+    tokens = "".join(f"[{s.start}:{s.end}]" for s in placement.segments if s.rank == rank)
+    heads = "".join(
+        f"{{{t.head_start}:{t.head_end}"
+        + ("}" if t.query_end - t.query_start == placement.length else f"@{t.query_start}:{t.query_end}}}")
+        for t in placement.tiles
+        if t.rank == rank
+    )
+    return (tokens or "[]") + (heads or "{}")

@@ -1,0 +1,38 @@
+# make demo    train with and without balancing, and compare
+# make test    all tests
+# make check   formatting, lint, types
+# make bench   planning time and routing, as JSON
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp csrc/*.hpp csrc/*/*.cpp csrc/*/*.hpp)
+
+# One thread per process: ranks share the cores.
+export OMP_NUM_THREADS := 1
+
+.PHONY: demo test check bench clean
+
+demo: $(INSTALLED)
+	$(BIN)/knapformer demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+bench: $(INSTALLED)
+	$(BIN)/python benchmarks/planning_time.py
+	$(BIN)/python benchmarks/routing.py
+
+$(INSTALLED): $(SOURCES)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist runs .hypothesis .pytest_cache .ruff_cache .mypy_cache

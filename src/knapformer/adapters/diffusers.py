@@ -1,0 +1,235 @@
+"""Balance an existing transformer of diffusers: patch the forwards of its instance, and undo it."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass, replace
+from types import MethodType
+from typing import Any
+
+from torch import Tensor, nn
+
+from knapformer.adapters.family import Family, check_sources, check_structure
+from knapformer.adapters.packing import Batch
+from knapformer.cost import CostModel
+from knapformer.errors import ConfigurationError
+
+FAMILIES = {
+    "FluxTransformer2DModel": "knapformer.adapters.flux",
+    "WanTransformer3DModel": "knapformer.adapters.wan",
+    "QwenImageTransformer2DModel": "knapformer.adapters.qwen_image",
+    "SD3Transformer2DModel": "knapformer.adapters.sd3",
+    "HunyuanVideoTransformer3DModel": "knapformer.adapters.hunyuan_video",
+}
+"""Which module adapts which class."""
+
+UNSUPPORTED = (
+    "attention_kwargs",
+    "joint_attention_kwargs",
+    "controlnet_block_samples",
+    "controlnet_single_block_samples",
+    "block_controlnet_hidden_states",
+    "skip_layers",
+)
+"""Arguments of diffusers' forwards, for inference or ControlNets, that are refused unless None."""
+
+STATE = "_knapformer"
+"""Attribute of a balanced transformer that holds its ``Balanced``."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Balanced:
+    """What ``balance`` did to a transformer."""
+
+    family: Family
+    balancer: Any
+    keep_padding: bool
+
+    def __deepcopy__(self, _memo: Any) -> Balanced:
+        # An EMA copy of the model is balanced by the same balancer; process groups cannot be copied.
+        return self
+
+
+def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, check_sources: bool = True) -> Any:
+    """Make a transformer of diffusers run packed and balanced, in place.
+
+    Its forward then takes the same arguments in the same order, but lists of per-sample tensors without the batch
+    dimension instead of batched ones: variable resolutions, frames and real text lengths in one batch. ``sample`` of
+    its output is a list too, and ``rows`` has the same values packed, with a graph even where a rank has no sample.
+    Every rank of the balancing group calls forward and backward in every step, with or without samples.
+
+    It may be called before or after ``fully_shard``, before or after adapters are added with peft. Parameters, buffers,
+    submodules and state dict stay as they are.
+
+    Args:
+        transformer: of a class in ``FAMILIES``, pretrained or not.
+        balancer: a ``knapformer.Balancer``; see ``cost_of`` for its cost model.
+        keep_padding: keep the text's padding tokens, as the family's pretrained weights expect. By default tokens that
+            ``encoder_attention_mask`` excludes are dropped. Only for families that attend to padding.
+        check_sources: compare the functions of diffusers that the adapter restates with those of the tested version.
+
+    Returns:
+        ``transformer``.
+
+    Raises:
+        ConfigurationError: no adapter for this class or configuration, a diffusers that does not match it, or a
+            transformer whose forward something else has replaced.
+    """
+    family = family_of(transformer)
+    version = diffusers_version()
+    if STATE in transformer.__dict__:
+        raise ConfigurationError(f"{type(transformer).__name__} is balanced already; call unbalance() first")
+    if keep_padding and not family.attends_to_padding:
+        raise ConfigurationError(
+            f"keep_padding=True: {family.model.__name__} masks padding, so that no token attends to it either way"
+        )
+    if check_sources:
+        _check_sources(family, version)
+    check_structure(family, transformer, version)
+    patches = [(transformer, _forward)]
+    for module in transformer.modules():
+        layer = family.layer_of(module)
+        if layer is not None:
+            patches.append((module, layer.forward))
+    for module, _ in patches:
+        if "forward" in module.__dict__:
+            raise ConfigurationError(
+                f"the forward of a {type(module).__name__} was replaced already; call balance() first, and checkpoint "
+                "or compile after it"
+            )
+    for module, forward in patches:
+        # On the instance, as a bound method, which follows the module when the model is deep-copied.
+        module.forward = MethodType(forward, module)
+    transformer.__dict__[STATE] = Balanced(family, balancer, keep_padding)
+    return transformer
+
+
+def unbalance(transformer: Any) -> Any:
+    """Undo ``balance``.
+
+    Returns:
+        ``transformer``, which takes batched tensors again.
+
+    Raises:
+        ConfigurationError: it is not balanced, or something has replaced a forward since.
+    """
+    family = _state_of(transformer).family
+    patched = [transformer, *(module for module in transformer.modules() if family.layer_of(module) is not None)]
+    for module in patched:
+        forward = module.__dict__.get("forward")
+        if not isinstance(forward, MethodType) or forward.__self__ is not module:
+            raise ConfigurationError(f"the forward of a {type(module).__name__} was replaced after balance()")
+    for module in patched:
+        del module.__dict__["forward"]
+    del transformer.__dict__[STATE]
+    return transformer
+
+
+def prepare(transformer: Any, *inputs: Any, **named_inputs: Any) -> Any:
+    """Plan a step ahead from the inputs of forward; every rank of the group calls it.
+
+    Args:
+        transformer: balanced.
+        inputs, named_inputs: as for its forward. Only shapes and masks are looked at.
+
+    Returns:
+        The step, to be passed to forward as ``step=``. It may serve several models of equal patch size.
+
+    Raises:
+        RankError: on every rank, if the inputs of one are no inputs of this model, naming it and its error.
+    """
+    state = _state_of(transformer)
+    return _open(transformer, state, inputs, named_inputs, None)[1]
+
+
+def cost_of(transformer: Any, **overrides: Any) -> CostModel:
+    """The cost model of a transformer from its configuration; anything else (gamma, machine, …) by keyword."""
+    return replace(family_of(transformer).cost(transformer.config), **overrides)
+
+
+def family_of(transformer: Any) -> Family:
+    """The adapter of a transformer's class.
+
+    Raises:
+        ConfigurationError: there is none, or diffusers lacks a name that it needs.
+    """
+    names = [cls.__name__ for cls in type(transformer).__mro__]
+    name = next((name for name in names if name in FAMILIES), None)
+    if name is None or not isinstance(transformer, nn.Module):
+        raise ConfigurationError(f"no adapter for {names[0]}; there is one for {', '.join(FAMILIES)}")
+    version = diffusers_version()
+    try:
+        family: Family = importlib.import_module(FAMILIES[name]).FAMILY
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(f"the adapter of {name} does not fit diffusers {version}: {error}") from error
+    return family
+
+
+def diffusers_version() -> str:
+    """The installed version.
+
+    Raises:
+        ConfigurationError: diffusers is not installed.
+    """
+    try:
+        return str(importlib.import_module("diffusers").__version__)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"diffusers cannot be imported ({error}): pip install knapformer[diffusers]"
+        ) from error
+
+
+_check_sources = check_sources
+
+
+def _state_of(transformer: Any) -> Balanced:
+    state = getattr(transformer, "__dict__", {}).get(STATE)
+    if state is None:
+        raise ConfigurationError(f"{type(transformer).__name__} is not balanced; call balance() first")
+    checked: Balanced = state
+    return checked
+
+
+def _forward(
+    self: Any,
+    *inputs: Any,
+    step: Any = None,
+    return_dict: bool = True,
+    **named_inputs: Any,
+) -> Any:
+    """Forward of a balanced transformer; every rank of the group calls it."""
+    from knapformer.adapters.output import BalancedOutput
+
+    state = _state_of(self)
+    batch, step = _open(self, state, inputs, named_inputs, step)
+    rows: Tensor = state.family.compute(self, batch, step)
+    rows = step.restore(rows) if state.family.stream is None else step.restore(rows, stream=state.family.stream)
+    # FSDP2 warns of outputs that are views.
+    rows, output = rows.clone(), [sample.clone() for sample in batch.unpack(rows)]
+    return BalancedOutput(sample=output, rows=rows) if return_dict else (output, rows)
+
+
+def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, step: Any) -> tuple[Batch, Any]:
+    """Pack the inputs and plan the step. An error in packing is raised on all ranks, unless a step is given."""
+    family, balancer = state.family, state.balancer
+    try:
+        _refuse(named_inputs)
+        batch = family.pack(transformer, state.keep_padding, *inputs, **named_inputs)
+    except Exception as error:
+        if step is None:
+            balancer.prepare(family.empty_lengths, error=error)
+        raise
+    if step is None:
+        step = balancer.prepare(batch.lengths, conditioning=dict(batch.conditioning) or None)
+    return batch, step
+
+
+def _refuse(named_inputs: dict[str, Any]) -> None:
+    """Take out arguments of diffusers' forward that a balanced model has no use for.
+
+    Raises:
+        ConfigurationError: one of them is set.
+    """
+    for name in UNSUPPORTED:
+        if named_inputs.pop(name, None) is not None:
+            raise ConfigurationError(f"a balanced model does not take {name}")

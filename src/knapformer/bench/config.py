@@ -1,0 +1,122 @@
+"""What a training comparison runs: planners, workload, model and training options."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from knapformer.bench.workloads import parse_codes
+from knapformer.errors import ConfigurationError
+from knapformer.topology import Topology, uniform_topologies
+
+DEMO_CODES = "g1b1i384f4s0,g1b5i128f1s0"
+"""One video of 2304 visual tokens, then five images of 64: the video alone outweighs the mean of the two ranks."""
+
+DTYPES = ("float32", "float64", "bfloat16")
+CHECKPOINTS = ("none", "block", "attention")
+_PLANNERS = ("home", "whole", "ulysses", "bags", "moldable")
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerSpec:
+    """A planner and, for ``bags``, its layout: ``moldable``, ``bags:g1n2+g2n1``."""
+
+    name: str
+    topology: str | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> PlannerSpec:
+        """Read ``NAME`` or ``bags:SPEC``.
+
+        Raises:
+            ConfigurationError: an unknown planner, or bags without or others with a layout.
+        """
+        name, _, layout = text.strip().partition(":")
+        if name not in _PLANNERS:
+            raise ConfigurationError(f"unknown planner {name!r}; known: {', '.join(_PLANNERS)}, bags as bags:g2n1")
+        if (name == "bags") != bool(layout):
+            raise ConfigurationError(f"bags need a layout and other planners have none, as in bags:g2n1; got {text!r}")
+        return cls(name, str(Topology.parse(layout)) if layout else None)
+
+    def __str__(self) -> str:
+        return self.name if self.topology is None else f"{self.name}:{self.topology}"
+
+
+def default_planners(num_ranks: int) -> tuple[PlannerSpec, ...]:
+    """``home``, every uniform layout of bags, and ``moldable``."""
+    layouts = [str(topology) for topology in uniform_topologies(num_ranks)]
+    if f"g{num_ranks}n1" not in layouts:
+        layouts.append(f"g{num_ranks}n1")
+    return (PlannerSpec("home"), *(PlannerSpec("bags", layout) for layout in layouts), PlannerSpec("moldable"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """One comparison of planners. The first one is what the others are compared with.
+
+    Attributes:
+        codes: workload in KnapFormer's data codes; ranks beyond their number take them over again.
+        planners: what to compare.
+        num_heads, head_width, num_double_blocks, num_single_blocks: the MMDiT. Seven heads, because the heads of real
+            models (12, 24, 30, 38) seldom divide by the ranks that a long sequence needs either.
+        steps: of each planner.
+        warmup_steps: first steps, left out of all times but not out of the loss curves.
+        dtype: of parameters and tokens; bfloat16 keeps float32 parameters and computes in bfloat16.
+        checkpoint: what is recomputed in backward.
+        shard_size: ranks over which FSDP2 shards a copy of the parameters; None means all.
+        reshard_after_forward: free a block's gathered parameters between its forward and its backward pass.
+        learning_rate: of AdamW.
+        max_text_tokens: longer captions are cut.
+        seed: of samples and initial parameters.
+        cost: content of a cost file; None calibrates first.
+        overlap: compute whole sequences' attention while the others' exchange is under way.
+        max_tokens_per_rank: cap for the planners; see ``make_plan``.
+    """
+
+    codes: str = DEMO_CODES
+    planners: tuple[PlannerSpec, ...]
+    num_heads: int = 7
+    head_width: int = 32
+    num_double_blocks: int = 1
+    num_single_blocks: int = 3
+    steps: int = 24
+    warmup_steps: int = 2
+    dtype: str = "float32"
+    checkpoint: str = "none"
+    shard_size: int | None = None
+    reshard_after_forward: bool = True
+    learning_rate: float = 1e-3
+    max_text_tokens: int = 48
+    seed: int = 0
+    cost: Mapping[str, Any] | None = field(default=None)
+    overlap: bool = True
+    max_tokens_per_rank: int | str | None = "auto"
+
+    def __post_init__(self) -> None:
+        parse_codes(self.codes)
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+        if self.checkpoint not in CHECKPOINTS:
+            raise ConfigurationError(f"checkpoint must be one of {', '.join(CHECKPOINTS)}, got {self.checkpoint!r}")
+        if not 0 <= self.warmup_steps < self.steps:
+            raise ConfigurationError(
+                f"warm-up steps must be fewer than steps, got {self.warmup_steps} of {self.steps} steps"
+            )
+        if not self.planners or len(set(self.planners)) < len(self.planners):
+            raise ConfigurationError(f"planners must be given once each, got {', '.join(map(str, self.planners))}")
+        if self.max_text_tokens < 1 or self.learning_rate <= 0:
+            raise ConfigurationError(
+                "text tokens must be at least 1 and the learning rate above 0, got "
+                f"{self.max_text_tokens} and {self.learning_rate}"
+            )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For a results file."""
+        return {**asdict(self), "planners": [str(planner) for planner in self.planners]}
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,89 @@
+"""What the multi-process tests of the adapters run on each gloo rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from family_cases import CASES, HOMES, HOMES_WITH_EMPTY_RANK, balanced, balancer_of, keep_float64, loss_weights, stacked
+from peft import LoraConfig
+from torch.distributed.fsdp import fully_shard
+
+from knapformer.adapters import balance
+
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "patch_embedding"]
+
+
+def all_families(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
+    """Each case with samples everywhere, and with a rank that loads none."""
+    results: dict[Any, Any] = {}
+    for seed, name in enumerate(names):
+        model = CASES[name].build()
+        balance(model, balancer_of(model, seed))
+        results[name, "full"] = balanced(name, HOMES[world_size][rank], model=model)
+        if world_size > 1:
+            model.zero_grad()
+            ids = HOMES_WITH_EMPTY_RANK[world_size][rank]
+            results[name, "empty"] = balanced(name, ids, model=model, needs_grad=False)
+    return results
+
+
+def sharded(rank: int, world_size: int, name: str, order: str, lora: bool, checkpoint: bool) -> dict[str, Any]:
+    """FSDP2 before or after ``balance``; full gradients of what is trained, and the state dict's keys."""
+    case = CASES[name]
+    model = case.build()
+    if lora:
+        add_lora(model)
+    steps = {"balance": lambda: balance(model, balancer_of(model, 7)), "shard": lambda: shard(model)}
+    for step in (order, *(other for other in steps if other != order)):
+        steps[step]()
+    if checkpoint:
+        model.enable_gradient_checkpointing()
+    ids = HOMES_WITH_EMPTY_RANK[world_size][rank]
+    _, arguments = stacked(case, ids, needs_grad=False)
+    with keep_float64():
+        output = model(**arguments)
+        loss = output.rows.sum() * 0 + sum(
+            (x * loss_weights(i, x)).sum() for i, x in zip(ids, output.sample, strict=True)
+        )
+        (loss * world_size).backward()
+    return {
+        "outputs": {i: x.detach() for i, x in zip(ids, output.sample, strict=True)},
+        "inputs": {},
+        "parameters": {n: p.grad.full_tensor() for n, p in model.named_parameters() if p.grad is not None},
+        "keys": list(model.state_dict()),
+    }
+
+
+def shard(model: torch.nn.Module) -> None:
+    for name, module in model.named_modules():
+        if name.split(".")[-1].isdigit() and "blocks" in name.split(".")[-2]:
+            fully_shard(module)
+    fully_shard(model)
+
+
+def add_lora(model: Any) -> None:
+    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=LORA_TARGETS))
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.data = 0.2 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+
+
+SHARDED = [
+    ("flux", "balance", False, True),
+    ("wan", "shard", False, False),
+    ("hunyuan-video", "shard", False, True),
+    ("sd3.5", "balance", False, False),
+    ("wan", "balance", True, True),
+    ("flux", "shard", True, False),
+]
+"""Family, what comes first, with LoRA, with gradient checkpointing."""
+
+
+def everything(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
+    results = all_families(rank, world_size, names)
+    for setting in SHARDED:
+        results[setting] = sharded(rank, world_size, *setting)
+    return results

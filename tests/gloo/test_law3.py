@@ -1,0 +1,46 @@
+"""Law 3: balanced output and all gradients equal the unbalanced run's, whatever the plan, on gloo ranks."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+import torch
+from balanced_cases import TOLERANCE, Case, compare_all
+from launch import run_ranks
+
+MODELS = ("dit", "mmdit")
+CHECKPOINTS = (None, "block", "attention")
+
+
+def cases(world_size: int) -> list[Case]:
+    fsdp = [(False, None), (True, None), *([(True, 2)] if world_size == 4 else [])]
+    seeds = (world_size,) if world_size == 8 else (world_size, world_size + 20)
+    some = [
+        Case(model, checkpoint=checkpoint, fsdp=sharded, shard_size=size, seed=seed, num_heads=3 + seed % 3)
+        for seed, model, checkpoint, (sharded, size) in product(seeds, MODELS, CHECKPOINTS, fsdp)
+    ]
+    some += [Case(model, num_heads=6, num_kv_heads=kv, seed=7) for model, kv in product(MODELS, (1, 2, 3))]
+    planners = ("home", "whole", "ulysses", "bags", "moldable")
+    some += [Case("mmdit", planner=planner, dtype=torch.float32, seed=world_size + 40) for planner in planners]
+    some += [Case("dit", dtype=torch.float32, seed=world_size + seed, checkpoint="block") for seed in range(50, 53)]
+    return [*some, Case(overlap=False, seed=world_size + 60)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 8])
+def test_outputs_and_gradients_equal_the_unbalanced_run(world_size):
+    tried = cases(world_size)
+    found = run_ranks(compare_all, world_size, tried, timeout_s=150)
+    for case, *ranks in zip(tried, *found, strict=True):
+        for rank, errors in enumerate(ranks):
+            name, worst = max(errors.items(), key=lambda item: item[1])
+            assert worst <= TOLERANCE[case.dtype], f"{case}, rank {rank}, {name}: {worst}"
+
+
+def test_notices_a_wrong_gradient():
+    """The negative control: the gradient of one rank's conditioning scaled by 1.001, dropped, or permuted."""
+    tried = [Case(model, wrong=wrong, seed=5) for model, wrong in product(MODELS, ("scale", "drop", "permute"))]
+    for case, *ranks in zip(tried, *run_ranks(compare_all, 2, tried), strict=True):
+        worst = max(max(errors.values()) for errors in ranks)
+        assert worst > 100 * TOLERANCE[case.dtype], f"{case} went unnoticed: {worst}"
+        assert all(errors["output"] <= TOLERANCE[case.dtype] for errors in ranks)
