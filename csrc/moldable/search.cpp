@@ -10,6 +10,7 @@
 #include "moldable/search.hpp"
 
 #include <algorithm>
+#include <cmath>
 #include <numeric>
 
 namespace knapformer {
@@ -143,6 +144,10 @@ Search::Layout Search::promise(std::vector<AnchorSize> sizes) {
     double size = 0.0;
     for (int32_t r : group.ranks) size += p_.speeds[r];
     const double alone = alone_s(group);
+    if (std::isinf(alone)) {  // house() will merge it
+      layout.promise_s = alone;
+      continue;
+    }
     layout.overhead_s[k] = alone * size - anchor_work(group);
     if (alone > layout.promise_s) {
       layout.promise_s = alone;

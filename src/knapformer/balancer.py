@@ -15,12 +15,13 @@ from knapformer.attend import BalancedAttention
 from knapformer.attention_schedule import attention_schedule
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, RankError
-from knapformer.exchange import Channel, Meter, Route, exchange
+from knapformer.exchange import Channel, Meter, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
 from knapformer.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.plan import Plan
 from knapformer.planners import Evaluation, evaluate, make_plan
 from knapformer.planners.problem import Caps
+from knapformer.routes import Route
 from knapformer.schedule import Exchange, RankTokens, conditioning_exchange, token_exchange, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
 from knapformer.topology import Topology

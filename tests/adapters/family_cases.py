@@ -230,15 +230,11 @@ CASES = {
     ),
     "qwen-image": Case(qwen, qwen_sample, TOKENS),
     "qwen-image-edit": Case(lambda: qwen(zero_cond_t=True), qwen_edit, TOKENS),
-    "qwen-image-layered": Case(
-        lambda: qwen(use_layer3d_rope=True, use_additional_t_cond=True), qwen_layered, TOKENS
-    ),
+    "qwen-image-layered": Case(lambda: qwen(use_layer3d_rope=True, use_additional_t_cond=True), qwen_layered, TOKENS),
     "sd3": Case(sd3, sd3_sample, POOLED),
     "sd3.5": Case(lambda: sd3(qk_norm="rms_norm", dual_attention_layers=(0, 1)), sd3_sample, POOLED),
     "hunyuan-video": Case(hunyuan, hunyuan_sample, POOLED),
-    "hunyuan-video-token-replace": Case(
-        lambda: hunyuan(image_condition_type="token_replace"), hunyuan_sample, POOLED
-    ),
+    "hunyuan-video-token-replace": Case(lambda: hunyuan(image_condition_type="token_replace"), hunyuan_sample, POOLED),
 }
 MAIN_CASES = {"FLUX.1": "flux", "Wan": "wan", "Qwen-Image": "qwen-image", "SD3": "sd3", "HunyuanVideo": "hunyuan-video"}
 

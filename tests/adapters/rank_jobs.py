@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from family_cases import CASES, HOMES, HOMES_WITH_EMPTY_RANK, keep_float64, balanced, balancer_of, loss_weights, stacked
+from family_cases import CASES, HOMES, HOMES_WITH_EMPTY_RANK, balanced, balancer_of, keep_float64, loss_weights, stacked
 from peft import LoraConfig
 from torch.distributed.fsdp import fully_shard
 
@@ -43,7 +43,9 @@ def sharded(rank: int, world_size: int, name: str, order: str, lora: bool, check
     _, arguments = stacked(case, ids, needs_grad=False)
     with keep_float64():
         output = model(**arguments)
-        loss = output.rows.sum() * 0 + sum((x * loss_weights(i, x)).sum() for i, x in zip(ids, output.sample, strict=True))
+        loss = output.rows.sum() * 0 + sum(
+            (x * loss_weights(i, x)).sum() for i, x in zip(ids, output.sample, strict=True)
+        )
         (loss * world_size).backward()
     return {
         "outputs": {i: x.detach() for i, x in zip(ids, output.sample, strict=True)},
@@ -82,6 +84,6 @@ SHARDED = [
 
 def everything(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
     results = all_families(rank, world_size, names)
-    for setting in SHARDED if world_size == 2 else []:
+    for setting in SHARDED:
         results[setting] = sharded(rank, world_size, *setting)
     return results

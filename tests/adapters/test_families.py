@@ -21,10 +21,10 @@ from family_cases import (
     CASES,
     MAIN_CASES,
     TOLERANCE,
-    keep_float64,
     balanced,
     balancer_of,
     errors,
+    keep_float64,
     loss_weights,
     merged,
     reference,
@@ -33,9 +33,12 @@ from family_cases import (
 from launch import run_ranks
 from torch import nn
 
-from knapformer.adapters import balance, unbalance
+from knapformer.adapters import FAMILIES, balance, unbalance
 
-WORLDS = {2: list(CASES), 4: [*MAIN_CASES.values(), "wan-per-token-timesteps", "qwen-image-edit"]}
+PRELOAD = ["peft", "torch.distributed.fsdp", *FAMILIES.values()]
+"""Slow to import."""
+
+ON_FOUR_RANKS = [*MAIN_CASES.values(), "wan-per-token-timesteps", "qwen-image-edit"]
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +46,14 @@ def references() -> dict[str, Any]:
     return {name: reference(name) for name in CASES}
 
 
-@pytest.fixture(scope="module", params=WORLDS, ids=lambda n: f"{n} ranks")
-def ranks(request: pytest.FixtureRequest) -> Any:
-    names = WORLDS[request.param]
-    return names, run_ranks(rank_jobs.everything, request.param, names, timeout_s=90)
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[Any, Any]]:
+    return run_ranks(rank_jobs.everything, 2, list(CASES), timeout_s=120, preload=PRELOAD)
+
+
+@pytest.fixture(scope="module")
+def four_ranks() -> list[dict[Any, Any]]:
+    return run_ranks(rank_jobs.all_families, 4, ON_FOUR_RANKS, timeout_s=120, preload=PRELOAD)
 
 
 def assert_equal(found: dict[str, Any], wanted: dict[str, Any]) -> None:
@@ -60,27 +67,33 @@ def test_one_rank(name: str, references: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("homes", ["full", "empty"])
-def test_ranks(ranks: Any, references: dict[str, Any], homes: str) -> None:
-    names, results = ranks
-    for name in names:
-        found = merged([result[name, homes] for result in results])
-        assert set(found["outputs"]) == set(ALL)
-        assert homes == "empty" or all(set(found["inputs"][i]) == set(CASES[name].needs_grad) for i in ALL)
-        assert_equal(found, references[name])
+@pytest.mark.parametrize("name", CASES)
+def test_two_ranks(two_ranks: Any, references: dict[str, Any], name: str, homes: str) -> None:
+    assert_ranks_equal([result[name, homes] for result in two_ranks], references, name, homes)
+
+
+@pytest.mark.parametrize("homes", ["full", "empty"])
+@pytest.mark.parametrize("name", ON_FOUR_RANKS)
+def test_four_ranks(four_ranks: Any, references: dict[str, Any], name: str, homes: str) -> None:
+    assert_ranks_equal([result[name, homes] for result in four_ranks], references, name, homes)
+
+
+def assert_ranks_equal(results: list[Any], references: dict[str, Any], name: str, homes: str) -> None:
+    found = merged(results)
+    assert set(found["outputs"]) == set(ALL)
+    assert homes == "empty" or all(set(found["inputs"][i]) == set(CASES[name].needs_grad) for i in ALL)
+    assert_equal(found, references[name])
 
 
 @pytest.mark.parametrize("setting", rank_jobs.SHARDED, ids=lambda s: " ".join(map(str, s)))
-def test_fsdp_lora_and_checkpointing(ranks: Any, setting: tuple[str, str, bool, bool]) -> None:
-    names, results = ranks
-    if setting not in results[0]:
-        pytest.skip("on two ranks only")
+def test_fsdp_lora_and_checkpointing(two_ranks: Any, setting: tuple[str, str, bool, bool]) -> None:
     name, _, lora, _ = setting
     model = CASES[name].build()
     if lora:
         rank_jobs.add_lora(model)
     keys = list(model.state_dict())
     wanted = reference(name, model=model)
-    found = merged([result[setting] for result in results])
+    found = merged([result[setting] for result in two_ranks])
     assert found["keys"] == keys
     assert_equal(found, wanted)
     trained = {n for n, p in model.named_parameters() if p.requires_grad}
@@ -97,9 +110,10 @@ def test_comparison_notices_faults(references: dict[str, Any]) -> None:
     next(iter(scaled["parameters"].values())).mul_(1 + 1e-6)
     assert errors(scaled, wanted)["parameter gradients"] > TOLERANCE
     swapped = copy.deepcopy(good)
-    swapped["inputs"][1], swapped["inputs"][2] = swapped["inputs"][1], {
-        key: value.flip(0) for key, value in swapped["inputs"][2].items()
-    }
+    swapped["inputs"][1], swapped["inputs"][2] = (
+        swapped["inputs"][1],
+        {key: value.flip(0) for key, value in swapped["inputs"][2].items()},
+    )
     assert errors(swapped, wanted)["input gradients"] > TOLERANCE
 
     model = CASES["flux"].build()
@@ -201,7 +215,9 @@ def test_bfloat16_is_close_to_diffusers() -> None:
     with torch.no_grad():
         wanted = []
         for i in ALL:
-            sample = {k: v.bfloat16() if v.is_floating_point() and v.dim() > 1 else v for k, v in case.sample(i).items()}
+            sample = {
+                k: v.bfloat16() if v.is_floating_point() and v.dim() > 1 else v for k, v in case.sample(i).items()
+            }
             sample["pooled_projections"] = sample["pooled_projections"].bfloat16()
             wanted.append(model(**{k: v[None] for k, v in sample.items()}).sample[0])
         balance(model, balancer_of(model))

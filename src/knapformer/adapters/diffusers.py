@@ -23,6 +23,16 @@ FAMILIES = {
 }
 """Which module adapts which class."""
 
+UNSUPPORTED = (
+    "attention_kwargs",
+    "joint_attention_kwargs",
+    "controlnet_block_samples",
+    "controlnet_single_block_samples",
+    "block_controlnet_hidden_states",
+    "skip_layers",
+)
+"""Arguments of diffusers' forwards, for inference or ControlNets, that are refused unless None."""
+
 STATE = "_knapformer"
 """Attribute of a balanced transformer that holds its ``Balanced``."""
 
@@ -40,9 +50,7 @@ class Balanced:
         return self
 
 
-def balance(
-    transformer: Any, balancer: Any, *, keep_padding: bool = False, check_sources: bool = True
-) -> Any:
+def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, check_sources: bool = True) -> Any:
     """Make a transformer of diffusers run packed and balanced, in place.
 
     Its forward then takes the same arguments in the same order, but lists of per-sample tensors without the batch
@@ -128,7 +136,7 @@ def prepare(transformer: Any, *inputs: Any, **named_inputs: Any) -> Any:
         The step, to be passed to forward as ``step=``. It may serve several models of equal patch size.
 
     Raises:
-        RankError: on every rank, if the inputs of one are no inputs of this model; that one raises its own error.
+        RankError: on every rank, if the inputs of one are no inputs of this model, naming it and its error.
     """
     state = _state_of(transformer)
     return _open(transformer, state, inputs, named_inputs, None)[1]
@@ -166,7 +174,9 @@ def diffusers_version() -> str:
     try:
         return str(importlib.import_module("diffusers").__version__)
     except ImportError as error:
-        raise ConfigurationError(f"diffusers cannot be imported ({error}): pip install knapformer[diffusers]") from error
+        raise ConfigurationError(
+            f"diffusers cannot be imported ({error}): pip install knapformer[diffusers]"
+        ) from error
 
 
 _check_sources = check_sources
@@ -185,15 +195,11 @@ def _forward(
     *inputs: Any,
     step: Any = None,
     return_dict: bool = True,
-    attention_kwargs: Any = None,
-    joint_attention_kwargs: Any = None,
     **named_inputs: Any,
 ) -> Any:
     """Forward of a balanced transformer; every rank of the group calls it."""
     from knapformer.adapters.output import BalancedOutput
 
-    if attention_kwargs or joint_attention_kwargs:
-        raise ConfigurationError("a balanced model takes no attention_kwargs; set the scale of LoRA layers with peft")
     state = _state_of(self)
     batch, step = _open(self, state, inputs, named_inputs, step)
     rows: Tensor = state.family.compute(self, batch, step)
@@ -204,9 +210,10 @@ def _forward(
 
 
 def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, step: Any) -> tuple[Batch, Any]:
-    """Pack the inputs and plan the step. An error in packing is raised on all ranks."""
+    """Pack the inputs and plan the step. An error in packing is raised on all ranks, unless a step is given."""
     family, balancer = state.family, state.balancer
     try:
+        _refuse(named_inputs)
         batch = family.pack(transformer, state.keep_padding, *inputs, **named_inputs)
     except Exception as error:
         if step is None:
@@ -215,3 +222,14 @@ def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, ste
     if step is None:
         step = balancer.prepare(batch.lengths, conditioning=dict(batch.conditioning) or None)
     return batch, step
+
+
+def _refuse(named_inputs: dict[str, Any]) -> None:
+    """Take out arguments of diffusers' forward that a balanced model has no use for.
+
+    Raises:
+        ConfigurationError: one of them is set.
+    """
+    for name in UNSUPPORTED:
+        if named_inputs.pop(name, None) is not None:
+            raise ConfigurationError(f"a balanced model does not take {name}")

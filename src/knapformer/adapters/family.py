@@ -113,9 +113,9 @@ def _ends_block(line: str, indent: int) -> bool:
 
 
 def source_name(function: Callable[..., Any]) -> str:
-    """Where a function is defined: the key of its fingerprint."""
+    """Where in ``diffusers.models`` a function is defined: the key of its fingerprint."""
     function = inspect.unwrap(function)
-    return f"{function.__module__}.{function.__qualname__}"
+    return f"{function.__module__.removeprefix('diffusers.models.')}.{function.__qualname__}"
 
 
 def restated_sources(family: Family) -> list[Callable[..., Any]]:
@@ -164,8 +164,8 @@ def check_structure(family: Family, model: nn.Module, version: str) -> None:
         missing = [member for member in members if not hasattr(module, member)]
         if missing:
             raise ConfigurationError(
-                f"{name} ({type(module).__name__}) of diffusers {version} has no {', '.join(missing)}; this adapter was "
-                f"made for diffusers {TESTED_VERSION}"
+                f"{name} ({type(module).__name__}) of diffusers {version} has no {', '.join(missing)}; this adapter "
+                f"was made for diffusers {TESTED_VERSION}"
             )
     family.check(model)
 

@@ -55,7 +55,9 @@ def pack(
     text = samples("encoder_hidden_states", encoder_hidden_states, 2, "(L_text, C)", len(visual))
     if txt_ids is None:
         txt_ids = [torch.zeros(len(part), 3, dtype=torch.int64) for part in text]
-    text_ids = real_text(samples("txt_ids", txt_ids, 2, "(L_text, 3)", len(visual)), encoder_attention_mask, keep_padding)
+    text_ids = real_text(
+        samples("txt_ids", txt_ids, 2, "(L_text, 3)", len(visual)), encoder_attention_mask, keep_padding
+    )
     text = real_text(text, encoder_attention_mask, keep_padding)
     wide = torch.promote_types(dtype, torch.float32)
     scalars = [("timestep", timestep)] + ([("guidance", guidance)] if config.guidance_embeds else [])

@@ -95,7 +95,9 @@ def pack(
 def _unpatchify(rows: Tensor, grids: Sequence[Sequence[int]], patch: Sequence[int]) -> list[Tensor]:
     """(T_home, C · patch) to (C, F, H, W) per sample."""
     parts = rows.split([math.prod(grid) for grid in grids])
-    shaped = [part.reshape(*grid, rows.shape[1] // math.prod(patch), *patch) for part, grid in zip(parts, grids, strict=True)]
+    shaped = [
+        part.reshape(*grid, rows.shape[1] // math.prod(patch), *patch) for part, grid in zip(parts, grids, strict=True)
+    ]
     return [x.permute(3, 0, 4, 1, 5, 2, 6).flatten(5, 6).flatten(3, 4).flatten(1, 2) for x in shaped]
 
 
@@ -136,10 +138,9 @@ def _condition(model: Any, vectors: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _rotation(rope: Any, ids: Tensor, packed: Packed) -> Any:
     """Rotate the latent tokens by (frame, row, column); text tokens stay as they are."""
-    tables = [
-        get_1d_rotary_pos_embed(width, ids[:, axis].float(), rope.theta, use_real=True)
-        for axis, width in enumerate(rope.rope_dim)
-    ]
+    positions: Any = ids.float().unbind(1)
+    axes = zip(rope.rope_dim, positions, strict=True)
+    tables = [get_1d_rotary_pos_embed(width, position, rope.theta, use_real=True) for width, position in axes]
     cos, sin = (torch.cat([table[i] for table in tables], dim=1) for i in (0, 1))
     num_text = packed.text.shape[0]
     still = (cos.new_ones(num_text, cos.shape[1]), sin.new_zeros(num_text, sin.shape[1]))
@@ -205,9 +206,7 @@ FAMILY = Family(
         Layer(HunyuanVideoTokenReplaceSingleTransformerBlock, single_block, SINGLE_MEMBERS),
         Layer(HunyuanVideoTokenRefiner, refine_text, ("time_text_embed", "proj_in", "token_refiner")),
         Layer(HunyuanVideoIndividualTokenRefiner, run_refiner, ("refiner_blocks",)),
-        Layer(
-            HunyuanVideoIndividualTokenRefinerBlock, refiner_block, ("norm1", "attn", "norm2", "ff", "norm_out")
-        ),
+        Layer(HunyuanVideoIndividualTokenRefinerBlock, refiner_block, ("norm1", "attn", "norm2", "ff", "norm_out")),
         Layer(Attention, attention, JOINT_MEMBERS),
         Layer(AdaLayerNormZero, layers.ada_zero, ADA_MEMBERS),
         Layer(HunyuanVideoTokenReplaceAdaLayerNormZero, layers.ada_zero, ADA_MEMBERS),

@@ -18,7 +18,7 @@ from knapformer.models.layers import add_gated, modulate
 
 HALF_MAX = 65504
 EXCLUDED_SCORE = -4_000.0
-"""Unscaled score of a text key in attention among visual tokens only: its weight underflows to exactly 0, and it fits float16."""
+"""Score of a text key in attention among visual tokens only: its weight is exactly 0, and float16 can hold it."""
 
 
 def ada_zero(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> tuple[Tensor, ...]:

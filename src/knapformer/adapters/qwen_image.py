@@ -51,8 +51,9 @@ def pack(
     *,
     additional_t_cond: Any = None,
 ) -> Batch:
-    """Per sample: hidden_states (L, in_channels), encoder_hidden_states (L_text, joint_attention_dim), its mask (L_text,)
-    or None, timestep, img_shapes a list of (frames, height, width) in tokens, additional_t_cond if the model takes it."""
+    """Per sample: hidden_states (L, in_channels), encoder_hidden_states (L_text, joint_attention_dim) and its mask
+    (L_text,) or None, timestep, img_shapes a list of (frames, height, width) in tokens, additional_t_cond if the model
+    takes it."""
     dtype, device, config = float_dtype(model), device_of(model), model.config
     visual = samples("hidden_states", hidden_states, 2, "(L, C)")
     text = samples("encoder_hidden_states", encoder_hidden_states, 2, "(L_text, C)", len(visual))
@@ -110,7 +111,7 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     packed = Packed(step)
     packed.rotate = rotation(packed.merge(*_frequencies(model.pos_embed, text_ids, ids)))
     timestep, own = vectors[:, 0].to(visual.dtype), packed.visual
-    extra = (vectors[:, 1].long(),) if model.config.use_additional_t_cond else ()
+    extra: tuple[Tensor, ...] = (vectors[:, 1].long(),) if model.config.use_additional_t_cond else ()
     if model.zero_cond_t:
         # Condition images are modulated as if they were free of noise: rows S … 2 S are for them.
         timestep = torch.cat([timestep, timestep * 0])

@@ -85,7 +85,9 @@ def _positions(grids: Sequence[Sequence[int]], size: int, device: torch.device) 
 def _unpatchify(rows: Tensor, grids: Sequence[Sequence[int]], patch: int) -> list[Tensor]:
     """(T_home, patch² · C) to (C, H, W) per sample."""
     parts = rows.split([math.prod(grid) for grid in grids])
-    shaped = [part.reshape(*grid, patch, patch, rows.shape[1] // patch**2) for part, grid in zip(parts, grids, strict=True)]
+    shaped = [
+        part.reshape(*grid, patch, patch, rows.shape[1] // patch**2) for part, grid in zip(parts, grids, strict=True)
+    ]
     return [x.permute(4, 0, 2, 1, 3).flatten(3, 4).flatten(1, 2) for x in shaped]
 
 
@@ -112,14 +114,12 @@ def embed_patches(self: Any, patches: Tensor, position: Tensor) -> Tensor:
     return (x + self.pos_embed[0].index_select(0, position)).to(x.dtype)
 
 
-def block(
-    self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed
-) -> tuple[Tensor | None, Tensor]:
+def block(self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed) -> tuple[Tensor | None, Tensor]:
     """JointTransformerBlock: (T_visual, C) and (T_text, C) to (text, or None from the last block; visual)."""
     visual_in, gate, *rest = self.norm1(visual, temb, packed.visual)
     mlp, dual = tuple(rest[:3]), rest[3:]
     normed_text = self.norm1_context(text, temb, packed.text)
-    text_in, text_rest = (normed_text, ()) if self.context_pre_only else (normed_text[0], normed_text[1:])
+    text_in, *text_rest = [normed_text] if self.context_pre_only else normed_text
     visual_out, text_out = self.attn(visual_in, text_in, packed)
     visual = add_gated(visual, visual_out, gate, packed.visual)
     if dual:

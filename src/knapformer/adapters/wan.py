@@ -73,7 +73,9 @@ def pack(
     empty_ids = torch.empty(0, 4, dtype=torch.int64, device=device)
     ids = [torch.cat([grid_ids(grid, device), row[:, None]], 1) for grid, row in zip(grids, time_rows, strict=True)]
     tensors = {
-        "visual": stack_rows("hidden_states", patches, config.in_channels * math.prod(config.patch_size), dtype, device),
+        "visual": stack_rows(
+            "hidden_states", patches, config.in_channels * math.prod(config.patch_size), dtype, device
+        ),
         "ids": torch.cat([empty_ids, *ids]),
         "timestep": torch.cat([torch.empty(0, dtype=wide, device=device), *times]).unsqueeze(1),
         "context": stack_rows("encoder_hidden_states", text, config.text_dim, dtype, device),
@@ -110,7 +112,9 @@ def _timesteps(
 def _unpatchify(out: Tensor, grids: Sequence[Sequence[int]], config: Any) -> list[Tensor]:
     """(T_home, patch · C) to (C, F, H, W) per sample."""
     (f, h, w), parts = config.patch_size, out.split([math.prod(grid) for grid in grids])
-    shaped = [part.reshape(*grid, f, h, w, out.shape[1] // (f * h * w)) for part, grid in zip(parts, grids, strict=True)]
+    shaped = [
+        part.reshape(*grid, f, h, w, out.shape[1] // (f * h * w)) for part, grid in zip(parts, grids, strict=True)
+    ]
     return [x.permute(6, 0, 3, 1, 4, 2, 5).flatten(5, 6).flatten(3, 4).flatten(1, 2) for x in shaped]
 
 
@@ -154,9 +158,7 @@ def rotation(rope: Any, ids: Tensor) -> Any:
     return rotate
 
 
-def block(
-    self: Any, x: Tensor, text: Tensor, image: Tensor | None, modulation: Tensor, packed: Packed
-) -> Tensor:
+def block(self: Any, x: Tensor, text: Tensor, image: Tensor | None, modulation: Tensor, packed: Packed) -> Tensor:
     """WanTransformerBlock: tokens (T, C), text and image rows, modulation (rows, 6, C)."""
     index = packed.visual
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (self.scale_shift_table + modulation.float()).unbind(1)
@@ -222,7 +224,12 @@ FAMILY = Family(
         Layer(nn.Conv3d, layers.patch_convolution, ("weight", "bias")),
     ),
     members=("rope", "patch_embedding", "condition_embedder", "blocks", "norm_out", "proj_out", "scale_shift_table"),
-    sources=(WanRotaryPosEmbed.__init__, WanRotaryPosEmbed.forward, WanTimeTextImageEmbedding.forward, FP32LayerNorm.forward),
+    sources=(
+        WanRotaryPosEmbed.__init__,
+        WanRotaryPosEmbed.forward,
+        WanTimeTextImageEmbedding.forward,
+        FP32LayerNorm.forward,
+    ),
     processors=(WanAttnProcessor,),
     pack=pack,
     compute=compute,
