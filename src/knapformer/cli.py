@@ -158,7 +158,7 @@ def bench(
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
     head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,
     double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1,
-    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 3,
+    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
     checkpoint: Annotated[str, typer.Option(help="Recompute nothing, each block or attention alone.")] = "none",
     shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards the parameters.")] = None,
