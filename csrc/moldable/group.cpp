@@ -30,8 +30,8 @@ void GroupSolver::place(const Group& group, const std::vector<Item>& fillers, st
 }
 
 GroupSolver::Variant GroupSolver::best_variant(const Group& group, const std::vector<Item>& fillers) {
-  open(group, fillers);
   Variant best;
+  if (!open(group, fillers)) return best;
   fill(group, fillers, Fill::kLevel);
   const size_t level_splits = split_.size();
   try_shares(Fill::kLevel, best);
@@ -58,15 +58,15 @@ void GroupSolver::try_shares(Fill fill, Variant& best) {
   }
 }
 
-// Step 1.
-void GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
+// Step 1. Whether the caps hold the group's tokens.
+bool GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
   g_ = group.ranks.size();
   rank_ = group.ranks;
   node_.clear();
   speed_.clear();
   cap_.clear();
   int32_t last = -1, nodes = 0;
-  double speed = 0.0, tokens = 0.0, attention = 0.0;
+  double speed = 0.0, tokens = 0.0, attention = 0.0, room = 0.0;
   for (int32_t r : rank_) {
     if (p_.node_index[r] != last) {
       last = p_.node_index[r];
@@ -76,6 +76,7 @@ void GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
     speed_.push_back(p_.speeds[r]);
     cap_.push_back(static_cast<double>(p_.max_tokens[r]));
     speed += p_.speeds[r];
+    room += cap_.back();
   }
   const auto add = [&](int32_t s) {
     tokens += static_cast<double>(p_.lengths[s]);
@@ -86,6 +87,7 @@ void GroupSolver::open(const Group& group, const std::vector<Item>& fillers) {
   linear_level_ = tokens / speed;
   attention_level_ = attention / speed;
   for (auto* sums : {&node_tokens_, &node_kv_, &node_heads_}) sums->resize(static_cast<size_t>(nodes));
+  return tokens <= room;
 }
 
 // Step 2.

@@ -26,6 +26,7 @@ class GroupSolver {
  public:
   explicit GroupSolver(const Problem& problem) : p_(problem) {}
 
+  // Infinite where the caps cannot hold the group's tokens.
   double makespan(const Group& group, const std::vector<Item>& fillers);
   // The placements that `makespan` priced, into `placements` by sequence.
   void place(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements);
@@ -44,7 +45,7 @@ class GroupSolver {
 
   Variant best_variant(const Group& group, const std::vector<Item>& fillers);
   void try_shares(Fill fill, Variant& best);
-  void open(const Group& group, const std::vector<Item>& fillers);
+  bool open(const Group& group, const std::vector<Item>& fillers);
   void fill(const Group& group, const std::vector<Item>& fillers, Fill how);
   int32_t best_rank(const Item& item, double linear, double attention, Fill how, double* height) const;
   void share(bool together, double snap);

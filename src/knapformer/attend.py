@@ -10,8 +10,9 @@ from torch import Tensor
 
 from knapformer.attention_schedule import AttentionSchedule
 from knapformer.errors import ConfigurationError, LengthsError
-from knapformer.exchange import Channel, Route, exchange, finish, start
+from knapformer.exchange import Channel, exchange, finish, start
 from knapformer.kernels import varlen_attention
+from knapformer.routes import Route
 
 
 class BalancedAttention:

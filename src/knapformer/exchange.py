@@ -12,7 +12,7 @@ exchange saves an empty tensor after its collective and unpacks it before its ba
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
-from knapformer.schedule import Blocks, Exchange
+from knapformer.routes import Route, Units, move
 
 
 @dataclass(slots=True)
@@ -42,6 +43,32 @@ class Meter:
         self.seconds, self.bytes_sent, self.num_collectives = 0.0, 0, 0
 
 
+class Scratch:
+    """Buffers of exchanges on the CPU, kept for the next one: page faults in fresh memory cost more than the copies.
+
+    It keeps as many buffers as were in use at once, for as long as the ``Balancer`` lives. Accelerators' allocators
+    keep memory themselves.
+    """
+
+    def __init__(self) -> None:
+        self._free: list[Tensor] = []
+
+    def take(self, num_bytes: int, like: Tensor) -> Tensor:
+        """(num_bytes,) uint8 of any content on the device of ``like``."""
+        if like.device.type != "cpu":
+            return like.new_empty(num_bytes, dtype=torch.uint8)
+        self._free.sort(key=Tensor.numel)
+        at = next((i for i, buffer in enumerate(self._free) if buffer.numel() >= num_bytes), 0)
+        buffer = self._free.pop(at) if self._free else like.new_empty(0, dtype=torch.uint8)
+        buffer = buffer if buffer.numel() >= num_bytes else like.new_empty(num_bytes, dtype=torch.uint8)
+        return buffer
+
+    def give_back(self, buffer: Tensor) -> None:
+        """Let the next exchange use what ``take`` gave."""
+        if buffer.device.type == "cpu":
+            self._free.append(buffer)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Channel:
     """Over which ranks exchanges go.
@@ -50,78 +77,13 @@ class Channel:
         group: process group; None where there is one rank only.
         rank: this rank in it.
         meter: counts, where wanted.
+        scratch: buffers of exchanges on the CPU.
     """
 
     group: dist.ProcessGroup | None
     rank: int
     meter: Meter | None = None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Route:
-    """An exchange as index tensors on a device.
-
-    Attributes:
-        send, receive, keep_from, keep_to: (units,) int64; see ``knapformer.schedule.Exchange``.
-        send_counts, receive_counts: units to and from each rank.
-    """
-
-    send: Tensor
-    send_counts: tuple[int, ...]
-    receive: Tensor
-    receive_counts: tuple[int, ...]
-    keep_from: Tensor
-    keep_to: Tensor
-    num_in: int
-    num_out: int
-    is_local: bool
-    has_copies: bool
-    adds_up: bool
-
-    @classmethod
-    def of(cls, schedule: Exchange, device: torch.device) -> Route:
-        return cls(
-            expand(schedule.send, device),
-            tuple(schedule.send_counts.tolist()),
-            expand(schedule.receive, device),
-            tuple(schedule.receive_counts.tolist()),
-            expand(schedule.keep_from, device),
-            expand(schedule.keep_to, device),
-            schedule.num_in,
-            schedule.num_out,
-            schedule.is_local,
-            schedule.has_copies,
-            schedule.adds_up,
-        )
-
-    def reversed(self) -> Route:
-        """The route that brings the output's units back; see ``knapformer.schedule.Exchange.reversed``."""
-        return Route(
-            self.receive,
-            self.receive_counts,
-            self.send,
-            self.send_counts,
-            self.keep_to,
-            self.keep_from,
-            self.num_out,
-            self.num_in,
-            self.is_local,
-            has_copies=self.adds_up,
-            adds_up=self.has_copies,
-        )
-
-
-def expand(blocks: Blocks, device: torch.device) -> Tensor:
-    """(units,) int64 index of every unit of the blocks, computed on ``device``."""
-    columns = [torch.from_numpy(c) for c in (blocks.start, blocks.outer_stride, blocks.inner, blocks.inner_stride)]
-    sizes = torch.from_numpy(blocks.sizes)
-    first = torch.cumsum(sizes, 0) - sizes
-    table = torch.stack([*columns, first]).to(device, non_blocking=True)
-    block = torch.repeat_interleave(sizes.to(device, non_blocking=True), output_size=blocks.num_units)
-    start, outer_stride, inner, inner_stride, first = table.index_select(1, block)
-    unit = torch.arange(blocks.num_units, device=device) - first
-    outer = torch.div(unit, inner, rounding_mode="floor")
-    return start + outer * outer_stride + (unit - outer * inner) * inner_stride
+    scratch: Scratch = field(default_factory=Scratch)
 
 
 @dataclass(slots=True, eq=False)
@@ -162,7 +124,9 @@ def start(tensors: Sequence[Tensor], routes: Sequence[Route], channel: Channel) 
 
 def finish(pending: Pending) -> tuple[Tensor, ...]:
     """The tensors of an exchange that was launched."""
-    outputs: tuple[Tensor, ...] = _Finish.apply(pending, pending.token)
+    # A token that stayed with ``pending`` would close a cycle through its graph, and keep that alive.
+    token, pending.token = pending.token, None
+    outputs: tuple[Tensor, ...] = _Finish.apply(pending, token)
     return outputs
 
 
@@ -181,6 +145,7 @@ class _Start(Function):
         return token
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         pending: Pending = ctx.pending
         flight, pending.backward_flight = pending.backward_flight, None
@@ -203,6 +168,7 @@ class _Finish(Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         (empty,) = ctx.saved_tensors
         pending: Pending = ctx.pending
@@ -214,93 +180,122 @@ class _Finish(Function):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Buffers and handle of one collective."""
+    """Outputs, buffers and handle of one collective."""
 
     tensors: Sequence[Tensor]
     routes: Sequence[Route]
     channel: Channel
-    received: Tensor | None
-    sent: Tensor | None
-    work: Any
+    outputs: list[Tensor]
+    buffers: tuple[Tensor, ...] = ()
+    received: Tensor | None = None
+    work: dist.Work | None = None
 
     @classmethod
     def launch(cls, tensors: Sequence[Tensor], routes: Sequence[Route], channel: Channel) -> _Flight:
         """Every rank of the group calls it: one all-to-all, unless no rank sends anything."""
         began = time.perf_counter()
-        if channel.group is None or all(route.is_local for route in routes):
-            return cls(tensors, routes, channel, None, None, None)
-        sent = _pack(tensors, routes)
-        widths = [x.shape[1] * x.element_size() for x in tensors]
-        splits = [
+        flight = cls(tensors, routes, channel, [_new_output(x, r) for x, r in zip(tensors, routes, strict=True)])
+        if channel.group is not None and not all(route.is_local for route in routes):
+            flight._send(channel.group)
+        for x, out, route in zip(tensors, flight.outputs, routes, strict=True):
+            if not route.adds_up:  # while the rest is under way
+                move(x, route.keep_from, out, route.keep_to)
+        flight._count(began)
+        return flight
+
+    def _send(self, group: dist.ProcessGroup) -> None:
+        widths = [x.shape[1] * x.element_size() for x in self.tensors]
+        bytes_to, bytes_from = (
             [sum(n * w for n, w in zip(counts, widths, strict=True)) for counts in zip(*table, strict=True)]
-            for table in ([r.send_counts for r in routes], [r.receive_counts for r in routes])
-        ]
-        received = sent.new_empty(sum(splits[1]) // sent.element_size())
-        work = dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            output_split_sizes=splits[1],
-            input_split_sizes=splits[0],
-            group=channel.group,
-            async_op=True,
+            for table in ([r.send_counts for r in self.routes], [r.receive_counts for r in self.routes])
         )
-        if channel.meter is not None:
-            channel.meter.bytes_sent += sum(splits[0])
-            channel.meter.num_collectives += 1
-            channel.meter.seconds += time.perf_counter() - began
-        return cls(tensors, routes, channel, received, sent, work)
+        like, meter = self.tensors[0], self.channel.meter
+        self.buffers = tuple(self.channel.scratch.take(sum(sizes), like) for sizes in (bytes_to, bytes_from))
+        sent, received = (
+            buffer[: sum(sizes)] for buffer, sizes in zip(self.buffers, (bytes_to, bytes_from), strict=True)
+        )
+        _pack(self.tensors, self.routes, sent.view(like.dtype))
+        self.received, self.work = received.view(like.dtype), all_to_all(received, sent, bytes_from, bytes_to, group)
+        if meter is not None:
+            meter.bytes_sent += sum(bytes_to)
+            meter.num_collectives += 1
 
     def land(self) -> tuple[Tensor, ...]:
-        """Wait, and unpack."""
+        """Wait, and unpack; sums are made in order of rank, in float32 at least."""
         began = time.perf_counter()
-        if self.work is not None:
+        if self.work is not None and self.received is not None:
             self.work.wait()
-        outputs = _unpack(self)
+            _unpack(self, self.received)
+            for buffer in self.buffers:
+                self.channel.scratch.give_back(buffer)
+        else:
+            for x, out, route in zip(self.tensors, self.outputs, self.routes, strict=True):
+                if route.adds_up:
+                    _add_kept(x, out, route)
+        self._count(began)
+        return tuple(out.to(x.dtype) for x, out in zip(self.tensors, self.outputs, strict=True))
+
+    def _count(self, began: float) -> None:
         if self.channel.meter is not None and self.work is not None:
             self.channel.meter.seconds += time.perf_counter() - began
-        return outputs
 
 
-def _pack(tensors: Sequence[Tensor], routes: Sequence[Route]) -> Tensor:
-    """The units that leave, flat: by destination, and for each destination tensor after tensor."""
-    numel = sum(len(route.send) * x.shape[1] for x, route in zip(tensors, routes, strict=True))
-    flat = tensors[0].new_empty(numel)
-    at, taken = 0, [0] * len(tensors)
-    for rank in range(len(routes[0].send_counts)) if len(tensors) > 1 else (None,):
-        for i, (x, route) in enumerate(zip(tensors, routes, strict=True)):
-            count = len(route.send) if rank is None else route.send_counts[rank]
-            if count:
-                part = flat[at : at + count * x.shape[1]].view(count, x.shape[1])
-                torch.index_select(x, 0, route.send[taken[i] : taken[i] + count], out=part)
-                at, taken[i] = at + part.numel(), taken[i] + count
-    return flat
+def all_to_all(
+    received: Tensor, sent: Tensor, bytes_from: list[int], bytes_to: list[int], group: dist.ProcessGroup
+) -> dist.Work:
+    """Launch the collective; every rank of ``group`` calls it.
+
+    Args:
+        received, sent: flat uint8; they must be left alone until the work is done.
+        bytes_from, bytes_to: (N,) bytes that come from each rank, and that go to it.
+    """
+    work: dist.Work = dist.all_to_all_single(received, sent, bytes_from, bytes_to, group=group, async_op=True)
+    return work
 
 
-def _unpack(flight: _Flight) -> tuple[Tensor, ...]:
-    """Put what arrived, and what stayed, where it goes; sums are made in order of rank, in float32 at least."""
-    outputs = [_new_output(x, route) for x, route in zip(flight.tensors, flight.routes, strict=True)]
-    at, taken = 0, [0] * len(outputs)
-    for rank in range(len(flight.routes[0].receive_counts)):
-        for i, (x, out, route) in enumerate(zip(flight.tensors, outputs, flight.routes, strict=True)):
-            if rank == flight.channel.rank and len(route.keep_to):
-                _put(out, route.keep_to, x.index_select(0, route.keep_from), route)
-            count = route.receive_counts[rank]
-            if count and flight.received is not None:
-                part = flight.received[at : at + count * x.shape[1]].view(count, x.shape[1])
-                _put(out, route.receive[taken[i] : taken[i] + count], part, route)
-                at, taken[i] = at + part.numel(), taken[i] + count
-    return tuple(out.to(x.dtype) for x, out in zip(flight.tensors, outputs, strict=True))
+def _pack(tensors: Sequence[Tensor], routes: Sequence[Route], flat: Tensor) -> None:
+    """Copy the units that leave into ``flat``: by destination, and for each destination tensor after tensor."""
+    if len(tensors) == 1:
+        routes[0].send.take(tensors[0], flat.view(routes[0].send.count, tensors[0].shape[1]))
+        return
+    for _, i, units, part in _parts(flat, [r.send.split(r.send_counts) for r in routes], tensors):
+        units.take(tensors[i], part)
+
+
+def _unpack(flight: _Flight, flat: Tensor) -> None:
+    """Put what arrived where it goes."""
+    routes, outputs = flight.routes, flight.outputs
+    if len(outputs) == 1 and not routes[0].adds_up:
+        routes[0].receive.put(flat.view(routes[0].receive.count, outputs[0].shape[1]), outputs[0])
+        return
+    for rank, i, units, part in _parts(flat, [r.receive.split(r.receive_counts) for r in routes], outputs):
+        if not routes[i].adds_up:
+            units.put(part, outputs[i])
+        else:
+            if rank == flight.channel.rank:
+                _add_kept(flight.tensors[i], outputs[i], routes[i])
+            units.add(part, outputs[i])
+
+
+def _add_kept(x: Tensor, out: Tensor, route: Route) -> None:
+    part = x.new_empty(route.keep_from.count, x.shape[1])
+    route.keep_from.take(x, part)
+    route.keep_to.add(part, out)
+
+
+def _parts(
+    flat: Tensor, units: Sequence[Sequence[Units]], tensors: Sequence[Tensor]
+) -> Iterator[tuple[int, int, Units, Tensor]]:
+    """(rank, tensor, its units, their (count, width) part of ``flat``), in the order in which they lie in ``flat``."""
+    at = 0
+    for rank, by_tensor in enumerate(zip(*units, strict=True)):
+        for i, own in enumerate(by_tensor):
+            width = tensors[i].shape[1]
+            yield rank, i, own, flat[at : at + own.count * width].view(own.count, width)
+            at += own.count * width
 
 
 def _new_output(x: Tensor, route: Route) -> Tensor:
     if route.adds_up:
         return x.new_zeros(route.num_out, x.shape[1], dtype=torch.promote_types(x.dtype, torch.float32))
     return x.new_empty(route.num_out, x.shape[1])
-
-
-def _put(out: Tensor, index: Tensor, part: Tensor, route: Route) -> None:
-    """Units from one rank never meet: within one call an index occurs once, so sums have one order."""
-    if route.adds_up:
-        out.index_add_(0, index, part.to(out.dtype))
-    else:
-        out.index_copy_(0, index, part)

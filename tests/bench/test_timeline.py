@@ -10,7 +10,7 @@ from knapformer.bench.traffic import traffic
 from knapformer.bench.workloads import workload
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
-from knapformer.plan import Placement, Plan, Segment, Tile
+from knapformer.plan import Plan
 from knapformer.planners import PLANNERS, evaluate, make_plan
 
 COST = CostModel(num_layers=40, pass_factor=4.0)
@@ -37,10 +37,16 @@ def test_traffic_and_seconds_are_the_evaluators(name: str, planner: str, topolog
 
 
 def test_keys_go_once_to_a_rank_with_two_query_tiles() -> None:
-    placement = Placement(
-        0, 100, 0, (Segment(0, 0, 100),), (Tile(1, 0, 24, 0, 50), Tile(1, 0, 24, 50, 80), Tile(0, 0, 24, 80, 100))
+    plan = Plan.from_placements(
+        lengths=[100],
+        homes=[0],
+        segments=[[(0, 0, 100)]],
+        tiles=[[(1, 0, 24, 0, 50), (1, 0, 24, 50, 80), (0, 0, 24, 80, 100)]],
+        world_size=2,
+        num_heads=24,
+        num_kv_heads=24,
+        planner="by hand",
     )
-    plan = Plan.from_placements([placement], world_size=2, num_heads=24, num_kv_heads=24, planner="by hand")
     assert traffic(plan, COST).bytes == (2 * 100 + 2 * 80) * 3072 * 2 == evaluate(plan, COST).bytes
 
 
@@ -55,7 +61,7 @@ def test_without_overlap_a_step_takes_the_closed_formulas_time(name: str, planne
 
 
 def test_overlap_hides_exchange_time_and_never_adds_any() -> None:
-    plan = plan_of("joint", "bags", "g4n8")
+    plan = plan_of("joint", "moldable")
     with_overlap, without = (simulate_step(plan, COST, overlap=o).step_s for o in (True, False))
     assert with_overlap < without
     assert with_overlap >= simulate_step(plan, COST).busy_s.max()

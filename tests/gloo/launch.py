@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import os
 import pickle
 import signal
 import tempfile
@@ -50,13 +51,11 @@ def try_ranks(
     """As ``run_ranks``, but ranks may fail: how each of them ended. A rank that hangs still fails the test.
 
     Args:
-        preload: modules that are slow to import; all ranks are then forked from one process that has them.
+        preload: further modules that are slow to import.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = mp.get_context("forkserver" if preload else "spawn")
-        if preload:
-            context.set_forkserver_preload(list(preload))
+        context = _context(preload)
         ranks = [
             context.Process(target=_rank_main, args=(r, world_size, name, function, args)) for r in range(world_size)
         ]
@@ -69,6 +68,16 @@ def try_ranks(
             process.join()
         assert not hung, f"ranks {hung} did not end in {timeout_s} s\n{stacks}"
         return [_outcome(folder / f"{r}.pickle", process) for r, process in enumerate(ranks)]
+
+
+def _context(preload: Sequence[str]) -> Any:
+    """Ranks are forked from one server that has imported torch already: that import takes seconds of each rank.
+
+    The server starts once for all tests; what a later test wants preloaded is then imported by its ranks.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.fsdp", "torch.utils.checkpoint", "knapformer", *preload])
+    return context
 
 
 def _join(ranks: Sequence[Any], timeout_s: float) -> list[int]:
@@ -84,16 +93,10 @@ def _stacks(ranks: Sequence[Any], folder: Path) -> str:
     for process in ranks:
         if process.is_alive():
             with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(_pidfd(process.pid), signal.SIGUSR1)
+                signal.pidfd_send_signal(os.pidfd_open(process.pid), signal.SIGUSR1)
     time.sleep(1.0)
     files = [folder / f"{r}.stack" for r in range(len(ranks))]
     return "\n".join(f"--- rank {r}\n{f.read_text() if f.exists() else '(none)'}" for r, f in enumerate(files))
-
-
-def _pidfd(pid: int) -> int:
-    import os
-
-    return os.pidfd_open(pid)
 
 
 def _outcome(file: Path, process: Any) -> Outcome:

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from datetime import timedelta
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch.distributed.fsdp import MixedPrecisionPolicy
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-
+from launch import run_ranks
 from model_cases import dit, error, largest_error, mmdit, run, samples
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from knapformer.errors import ConfigurationError
 from knapformer.losses import reduce_loss
@@ -35,7 +27,6 @@ CASES = {
     )
     for world_size in HOMES
 }
-TIMEOUT_S = 120
 
 
 def loss_of(model: torch.nn.Module, home: list[int], reduction: str, world_size: int) -> torch.Tensor:
@@ -71,10 +62,7 @@ def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
     return {"dtypes": dtypes, "gradients": gradients}
 
 
-def rank_main(rank: int, world_size: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    store = dist.FileStore(f"{folder}/store", world_size)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+def train_all(rank: int, world_size: int) -> dict[Any, Any]:
     results: dict[Any, Any] = {}
     for name, what, shard_size, reduction in CASES[world_size]:
         model = MODELS[name]()
@@ -96,27 +84,12 @@ def rank_main(rank: int, world_size: int, folder: str) -> None:
         shard(dit(), shard_size=3)
     except ConfigurationError as refused:
         results["shard_size 3"] = str(refused)
-    torch.save(results, f"{folder}/{rank}.pt")
-    # Without the barrier, gloo's threads sometimes abort a rank that leaves while another still talks to it.
-    dist.barrier()
-    dist.destroy_process_group()
-
-
-def spawn(world_size: int, folder: Path) -> list[dict[Any, Any]]:
-    """Every rank's results; kills all ranks after ``TIMEOUT_S``."""
-    context = mp.start_processes(rank_main, (world_size, str(folder)), world_size, join=False, start_method="spawn")
-    deadline = time.monotonic() + TIMEOUT_S
-    while not context.join(timeout=1):
-        if time.monotonic() > deadline:
-            for process in context.processes:
-                process.kill()
-            pytest.fail(f"{world_size} ranks did not end in {TIMEOUT_S} s")
-    return [torch.load(folder / f"{rank}.pt") for rank in range(world_size)]
+    return results
 
 
 @pytest.fixture(scope="module", params=HOMES)
-def ranks(request, tmp_path_factory):
-    return spawn(request.param, tmp_path_factory.mktemp("ranks"))
+def ranks(request):
+    return run_ranks(train_all, request.param)
 
 
 def plain(name: str, reduction: str, world_size: int) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

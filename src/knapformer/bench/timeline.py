@@ -1,8 +1,9 @@
 """A training step layer by layer: linear phase, exchange, attention, exchange back, and FSDP2's collectives.
 
-Every rank has a clock. An exchange ends when all ranks that it exchanges with have come to it and the slowest of their
-links is done; whole sequences' attention fills the time until then. The closed formula of ``evaluate`` is the rate at
-which such clocks advance without overlap and FSDP2; here a step has a beginning, an end and both.
+Every rank has a clock. Two ranks that exchange anything do so from when both have come to it, for as long as the busier
+one's link needs; a rank goes on after the last of its peers, and whole sequences' attention fills the time until then.
+The closed formula of ``evaluate`` bounds the rate at which such clocks advance without overlap and FSDP2; here a step
+has a beginning, an end and both.
 """
 
 from __future__ import annotations
@@ -125,18 +126,27 @@ class _Clocks:
     ) -> None:
         num_ranks = plan.world_size
         self.linear, self.whole, self.split = rank_seconds(plan, cost)
-        self.moves: Traffic = traffic(plan, cost)
-        meets = np.zeros(num_ranks, bool)
-        meets[self.moves.exchanging] = True
-        latency = np.where(meets, exchange_latency_s, 0.0)
-        self.before = self.moves.latest(self.moves.before_s + latency)
-        self.after = self.moves.latest(self.moves.after_s + latency)
+        moves: Traffic = traffic(plan, cost)
+        self.left, self.right = moves.left, moves.right
+        self.ranks, self.starts = np.unique(moves.left, return_index=True)
+        self.before, self.after = (self._of_pairs(s) + exchange_latency_s for s in (moves.before_s, moves.after_s))
         self.overlap = overlap
         self.sharding = sharding or Sharding(num_ranks, 0.0, 0.0)
         self.now = np.zeros(num_ranks)
         self.gathered = np.zeros(num_ranks // self.sharding.shard_size)
         self.began = np.zeros(num_ranks)
         self.reduced = np.zeros_like(self.gathered)
+
+    def _of_pairs(self, values: FloatArray) -> FloatArray:
+        return np.asarray(np.maximum(values[self.left], values[self.right]))
+
+    def _meet(self, ready: FloatArray, link_s: FloatArray) -> FloatArray:
+        """(N,) when each rank is through an exchange that takes ``link_s`` for each pair; at once without peers."""
+        if not len(self.ranks):
+            return ready
+        through = ready.copy()
+        through[self.ranks] = np.maximum.reduceat(self._of_pairs(ready) + link_s, self.starts)
+        return through
 
     def _of_groups(self, values: FloatArray) -> FloatArray:
         return np.asarray(values.reshape(-1, self.sharding.shard_size).max(axis=1))
@@ -164,21 +174,22 @@ class _Clocks:
     def forward(self, passes: float) -> None:
         """One layer: linear, exchange of q, k, v beside whole sequences' attention, tiles, exchange back, linear."""
         ready = self.now + BEFORE_ATTENTION * self.linear * passes
-        arrived = self.moves.latest(ready) + self.before
+        arrived = self._meet(ready, self.before)
         whole = self.whole * passes
         self.now = np.maximum(arrived, ready + whole) if self.overlap else arrived + whole
         self.now = self.now + self.split * passes
-        self.now = self.moves.latest(self.now) + self.after
+        self.now = self._meet(self.now, self.after)
         self.now = self.now + (1 - BEFORE_ATTENTION) * self.linear * passes
 
     def backward(self, passes: float) -> None:
         """The layer backwards: the output's gradient travels first; q, k and v's beside whole sequences' attention."""
         ready = self.now + (1 - BEFORE_ATTENTION) * self.linear * passes
-        self.now = self.moves.latest(ready) + self.after
-        ready = self.now + self.split * passes
-        arrived = self.moves.latest(ready) + self.before
-        whole = self.whole * passes
-        self.now = np.maximum(arrived, ready + whole) if self.overlap else arrived + whole
+        self.now = self._meet(ready, self.after)
+        whole, ready = self.whole * passes, self.now + self.split * passes
+        if self.overlap:
+            self.now = np.maximum(self._meet(ready, self.before), ready + whole)
+        else:
+            self.now = self._meet(ready + whole, self.before)
         self.now = self.now + BEFORE_ATTENTION * self.linear * passes
 
 

@@ -22,25 +22,14 @@ class Traffic:
     Attributes:
         before_s, after_s: (N,) seconds of each rank's links for q, k and v, and for the output.
         bytes: of all ranks, both exchanges.
-        peer: ranks that a rank exchanges with, itself included, rank after rank; only ranks that exchange at all.
-        peer_start: (M,) where each of those ranks' peers start.
-        exchanging: (M,) those ranks, ascending.
+        left, right: ranks of every pair that exchanges anything, both ways round, and each with itself; ascending.
     """
 
     before_s: FloatArray
     after_s: FloatArray
     bytes: float
-    peer: IntArray
-    peer_start: IntArray
-    exchanging: IntArray
-
-    def latest(self, values: FloatArray) -> FloatArray:
-        """(N,) for each rank that exchanges the largest of its peers' values; the others keep their own."""
-        if not len(self.exchanging):
-            return values
-        latest = values.copy()
-        latest[self.exchanging] = np.maximum.reduceat(values[self.peer], self.peer_start)
-        return latest
+    left: IntArray
+    right: IntArray
 
 
 def traffic(plan: Plan, cost: CostModel) -> Traffic:
@@ -63,16 +52,15 @@ def traffic(plan: Plan, cost: CostModel) -> Traffic:
 
     meets = (before + queries) > 0
     meets |= meets.T
-    exchanging = np.flatnonzero(meets.any(axis=1))
+    exchanging = meets.any(axis=1)
     meets[exchanging, exchanging] = True
-    counts = meets[exchanging].sum(axis=1)
+    left, right = np.nonzero(meets)
     return Traffic(
         before_s=_link_s(before, cost),
         after_s=_link_s(queries.T, cost),
         bytes=float(before.sum() + queries.sum()),
-        peer=np.nonzero(meets[exchanging])[1],
-        peer_start=np.cumsum(counts) - counts,
-        exchanging=exchanging,
+        left=left,
+        right=right,
     )
 
 

@@ -1,0 +1,60 @@
+"""Tables of ``simulate``'s results: for the terminal, and in Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rich.table import Table
+
+COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
+    ("step s", lambda r: f"{r['step_s']:.3f}"),
+    ("p95 s", lambda r: f"{r['step_p95_s']:.3f}"),
+    ("speed-up", lambda r: f"{r['speedup']:.2f}"),
+    ("over bound", lambda r: f"{r['over_lower_bound']:.3f}"),
+    ("timeline/formula", lambda r: f"{r['timeline_over_formula']:.3f}"),
+    ("discrepancy", lambda r: f"{100 * r['discrepancy']:.1f} %"),
+    ("exchanged GB", lambda r: f"{r['exchanged_gigabytes']:,.0f}"),
+    ("split", lambda r: f"{r['num_split']:.1f}"),
+    ("peak tokens", lambda r: f"{r['peak_tokens']:,.0f} ({r['peak_tokens_over_mean']:.2f} × mean)"),
+    ("peak GB", lambda r: f"{r['peak_memory_gigabytes']:.1f}"),
+    ("plan ms", lambda r: f"{r['plan_ms']:.1f}"),
+)
+
+
+def _cells(row: Mapping[str, Any]) -> list[str]:
+    if "error" in row:
+        return ["does not fit", *[""] * (len(COLUMNS) - 1)]
+    return [show(row) for _, show in COLUMNS]
+
+
+def planner_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
+    """One comparison, a planner a row; the fastest is bold."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    table.add_column("planner", no_wrap=True)
+    for name, _ in COLUMNS:
+        table.add_column(name, justify="right")
+    times = {name: row["step_s"] for name, row in rows.items() if "step_s" in row}
+    fastest = min(times, key=lambda name: times[name], default=None)
+    for name, row in rows.items():
+        table.add_row(name, *_cells(row), style="bold green" if name == fastest else None)
+    return table
+
+
+def markdown(title: str, command: str, results: Sequence[Mapping[str, Any]]) -> str:
+    """A page with a table for each comparison, and how it was made."""
+    lines = [f"# {title}", "", f"`{command}`", ""]
+    for result in results:
+        device = f"{result['model']} on {result['num_ranks']} × {result['hardware']}"
+        lines += [
+            f"## {result['label']}",
+            "",
+            f"{device}, {result['steps']} steps, FSDP2 over {result['shard_size']}.",
+            "",
+        ]
+        lines += ["| planner | " + " | ".join(name for name, _ in COLUMNS) + " |", "|---" * (len(COLUMNS) + 1) + "|"]
+        lines += ["| " + " | ".join([name, *_cells(row)]) + " |" for name, row in result["planners"].items()]
+        lines += ["", *[f"- {name}: {value:.2f}" for name, value in result["ratios"].items()]]
+        lines += [f"- published, {name}: {value}" for name, value in (result["published"] or {}).items()]
+        lines.append("")
+    return "\n".join(lines)
