@@ -42,7 +42,8 @@ def train(pretrained: str | None = None, steps: int = 10) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    if not dist.is_initialized():
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
     Flux = FluxTransformer2DModel
