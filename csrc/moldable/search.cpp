@@ -17,11 +17,13 @@ namespace knapformer {
 namespace {
 
 constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
+constexpr int32_t kSmallStep = 600;      // sequences and ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
 constexpr int kRounds = 2;
-constexpr size_t kSettled = 10;
+constexpr size_t kSettled = 8;
+constexpr size_t kSettledContainers = 3;
 constexpr size_t kImproved = 4;
 constexpr size_t kBreadth = 12;
 constexpr int kClimbs = 12;
@@ -32,6 +34,12 @@ constexpr double kGain = 1e-7;
 bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const AnchorSize& x, const AnchorSize& y) {
     return x.sequence == y.sequence && x.ranks == y.ranks;
+  });
+}
+
+bool same_groups(const std::vector<Group>& a, const std::vector<Group>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Group& x, const Group& y) {
+    return x.anchors == y.anchors && x.ranks == y.ranks;
   });
 }
 
@@ -53,17 +61,19 @@ Search::Search(const Problem& problem) : p_(problem), solver_(problem) {
 }
 
 Grouping Search::run() {
-  auto candidates = layouts();
-  climb(candidates);
-  std::vector<std::pair<double, Grouping>> settled;
   const auto effort = [this](size_t full, size_t least) {
     return std::max(least, static_cast<size_t>(effort_ * static_cast<double>(full)));
   };
-  candidates.resize(std::min(candidates.size(), effort(kSettled, 3)));
-  for (size_t k = 0; k < candidates.size(); ++k) {
-    Grouping grouping = settle(candidates[k]);
-    const double makespan = grouping.makespan_s();
-    settled.push_back({makespan, std::move(grouping)});
+  std::vector<std::pair<double, Grouping>> settled;
+  for (int32_t container : containers()) {
+    auto candidates = layouts(container);
+    climb(candidates);
+    candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
+    for (const auto& candidate : candidates) {
+      Grouping grouping = settle(candidate);
+      const double makespan = grouping.makespan_s();
+      settled.push_back({makespan, std::move(grouping)});
+    }
   }
   std::stable_sort(settled.begin(), settled.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   settled.resize(std::min(settled.size(), effort(kImproved, 2)));
@@ -93,22 +103,38 @@ std::vector<Placement> Search::place(const Grouping& grouping) {
   return placements;
 }
 
-// Step 1.
-std::vector<Search::Layout> Search::layouts() {
+// Step 1, best promise first.
+std::vector<Search::Layout> Search::layouts(int32_t container) {
   const double expected = expected_makespan();
   std::vector<Layout> found;
+  std::vector<std::vector<AnchorSize>> tried;
   for (double share : kShares) {
     for (double scale : kScales) {
       for (double target : kTargets) {
         auto sizes = size_anchors(p_, {target * expected, share, scale});
-        const auto same = [&](const Layout& other) { return same_sizes(sizes, other.sizes); };
-        if (std::none_of(found.begin(), found.end(), same)) found.push_back(promise(std::move(sizes)));
+        const auto same = [&](const auto& other) { return same_sizes(sizes, other); };
+        if (std::any_of(tried.begin(), tried.end(), same)) continue;
+        tried.push_back(sizes);
+        Layout layout = promise(std::move(sizes), container);
+        const auto equal = [&](const Layout& other) { return same_groups(layout.groups, other.groups); };
+        if (std::none_of(found.begin(), found.end(), equal)) found.push_back(std::move(layout));
       }
     }
   }
   const auto below = [](const Layout& a, const Layout& b) { return a.promise_s < b.promise_s; };
   std::stable_sort(found.begin(), found.end(), below);
   return found;
+}
+
+// Single ranks, and for all but large steps also pairs, fours and nodes.
+std::vector<int32_t> Search::containers() const {
+  std::vector<int32_t> sizes{1};
+  if (static_cast<int32_t>(p_.lengths.size()) + p_.num_ranks > kSmallStep) return sizes;
+  const int32_t node = largest_node(p_);
+  for (int32_t size : {2, 4, node}) {
+    if (size > sizes.back() && size <= node) sizes.push_back(size);
+  }
+  return sizes;
 }
 
 // Work plus the communication of the smallest groups that would meet it, over all ranks: a fixed point.
@@ -133,9 +159,10 @@ double Search::anchor_work(const Group& group) const {
 }
 
 // Step 2.
-Search::Layout Search::promise(std::vector<AnchorSize> sizes) {
+Search::Layout Search::promise(std::vector<AnchorSize> sizes, int32_t container) {
   Layout layout;
-  layout.groups = lay_out(p_, sizes);
+  layout.container = container;
+  layout.groups = lay_out(p_, sizes, container);
   layout.sizes = std::move(sizes);
   layout.overhead_s.assign(layout.groups.size(), 0.0);
   for (size_t k = 0; k < layout.groups.size(); ++k) {
@@ -184,33 +211,34 @@ double Search::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
   return p_.work_s[p_.heaviest_first[anchors.size()]] / *std::max_element(p_.speeds.begin(), p_.speeds.end());
 }
 
-// The level up to which fillers, poured in, fill the groups; token room counts by the fillers' mean work per token.
+// The level up to which fillers, poured in, fill the groups. Where that leaves a group more tokens than its caps hold (at the
+// fillers' mean work per token), the fillers are packed one by one instead, or, in large steps, the caps cut the pouring.
 double Search::fill_level(const Layout& layout) const {
+  std::vector<Bin> bins = open_bins(layout.groups, layout.overhead_s);
   std::vector<double> size, base, most;
-  double work = p_.total_work_s, tokens = 0.0;
+  double work = p_.total_work_s, tokens = 0.0, room = 0.0;
   for (int64_t length : p_.lengths) tokens += static_cast<double>(length);
-  for (size_t k = 0; k < layout.groups.size(); ++k) {
-    const auto& group = layout.groups[k];
-    double speed = 0.0, room = 0.0;
-    for (int32_t r : group.ranks) {
-      speed += p_.speeds[r];
-      room += static_cast<double>(p_.max_tokens[r]);
-    }
-    for (int32_t s : group.anchors) {
-      room -= static_cast<double>(p_.lengths[s]);
-      tokens -= static_cast<double>(p_.lengths[s]);
-    }
-    work -= anchor_work(group);
-    size.push_back(speed);
-    base.push_back(anchor_work(group) + layout.overhead_s[k]);
-    most.push_back(std::max(0.0, room));
+  for (const auto& anchor : layout.sizes) {
+    work -= p_.work_s[anchor.sequence];
+    tokens -= static_cast<double>(p_.lengths[anchor.sequence]);
   }
   if (tokens <= 0.0 || work <= 0.0) return 0.0;
-  double room = 0.0;
-  for (double& m : most) room += (m *= work / tokens);
-  if (room < work) return 2.0 * p_.total_work_s;
+  for (const auto& bin : bins) {
+    size.push_back(bin.size);
+    base.push_back(bin.load_s);
+    most.push_back(static_cast<double>(std::max<int64_t>(0, bin.room)) * (work / tokens));
+    room += most.back();
+  }
   std::vector<double> poured;
-  water_fill(work, base, size, most, poured);
+  water_fill(work, base, size, std::vector<double>(size.size(), std::numeric_limits<double>::infinity()), poured);
+  bool overflow = false;
+  for (size_t k = 0; k < size.size(); ++k) overflow = overflow || poured[k] > most[k];
+  if (overflow && effort_ == 1.0) {
+    const bool packed = pack(bins, fillers(layout.groups)).empty();
+    return packed ? bins[Levels(bins).highest()].level() : std::numeric_limits<double>::infinity();
+  }
+  if (overflow && room < work) return std::numeric_limits<double>::infinity();
+  if (overflow) water_fill(work, base, size, most, poured);
   double level = 0.0;
   for (size_t k = 0; k < size.size(); ++k) {
     if (poured[k] > 0.0) level = std::max(level, (base[k] + poured[k]) / size[k]);
@@ -233,7 +261,7 @@ void Search::climb(std::vector<Layout>& layouts) {
         auto sizes = layouts[0].sizes;
         sizes[k].ranks += step;
         if (sizes[k].ranks < 2 || sizes[k].ranks > p_.num_ranks) continue;
-        Layout next = promise(std::move(sizes));
+        Layout next = promise(std::move(sizes), layouts[0].container);
         if (next.promise_s < best.promise_s) {
           best = std::move(next);
           found = true;
@@ -268,10 +296,9 @@ Grouping Search::settle(const Layout& layout) {
   return best;
 }
 
-void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
-  auto& [groups, bins] = grouping;
-  std::vector<char> is_anchor(p_.lengths.size(), 0);
-  bins.assign(groups.size(), Bin{});
+// Bins that hold their groups' anchors and overhead.
+std::vector<Bin> Search::open_bins(const std::vector<Group>& groups, const std::vector<double>& overhead_s) const {
+  std::vector<Bin> bins(groups.size());
   for (size_t k = 0; k < groups.size(); ++k) {
     bins[k].size = 0.0;
     bins[k].room = 0;
@@ -279,20 +306,31 @@ void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
       bins[k].size += p_.speeds[r];
       bins[k].room += p_.max_tokens[r];
     }
-    for (int32_t s : groups[k].anchors) {
-      is_anchor[s] = 1;
-      bins[k].room -= p_.lengths[s];
-    }
+    for (int32_t s : groups[k].anchors) bins[k].room -= p_.lengths[s];
     bins[k].load_s = anchor_work(groups[k]) + overhead_s[k];
   }
-  std::vector<Item> fillers;
-  for (int32_t s : p_.heaviest_first) {
-    if (!is_anchor[s]) fillers.push_back({s, p_.work_s[s], p_.lengths[s]});
+  return bins;
+}
+
+// The sequences that are no anchors, heaviest first.
+std::vector<Item> Search::fillers(const std::vector<Group>& groups) const {
+  std::vector<char> is_anchor(p_.lengths.size(), 0);
+  for (const auto& group : groups) {
+    for (int32_t s : group.anchors) is_anchor[s] = 1;
   }
-  auto left = pack(bins, fillers);
-  refine(bins, kRefineSteps, kBreadth, 0.0);
+  std::vector<Item> items;
+  for (int32_t s : p_.heaviest_first) {
+    if (!is_anchor[s]) items.push_back({s, p_.work_s[s], p_.lengths[s]});
+  }
+  return items;
+}
+
+void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
+  grouping.bins = open_bins(grouping.groups, overhead_s);
+  const auto left = pack(grouping.bins, fillers(grouping.groups));
+  refine(grouping.bins, kRefineSteps, kBreadth, 0.0);
   house(grouping, left);
-  for (size_t k = 0; k < groups.size(); ++k) solve(grouping, k);
+  for (size_t k = 0; k < grouping.groups.size(); ++k) solve(grouping, k);
 }
 
 // Items that no bin has room for, and bins that hold too much: merge the two roomiest groups until there is room. The caps' sum

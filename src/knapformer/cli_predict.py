@@ -1,8 +1,9 @@
-"""The commands that predict: simulate. ``cli`` registers them; each reads its options and calls one function."""
+"""The commands that predict: simulate, advise. ``cli`` registers them; each reads its options and calls a function."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(simulate)
+    app.command()(advise)
 
 
 def simulate(
@@ -74,6 +76,63 @@ def simulate(
         console.print(planner_table(f"{result['label']}: {result['model']}", result["planners"]))
         console.print(*[f"{name} {value:.2f}" for name, value in result["ratios"].items()], sep=", ", style="dim")
         console.print()
+
+
+def advise(
+    lengths: Annotated[Path, typer.Argument(help="CSV or Parquet with length, or width, height, frames; or lengths.")],
+    ranks: Annotated[int, typer.Option(help="Ranks that balance together.", min=1)],
+    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.", min=1)] = None,
+    model: Annotated[str, typer.Option(help="A known model.")] = "flux.1-dev",
+    hardware: Annotated[str, typer.Option(help="a100, a800, a6000, h100, h200 or b200.")] = "h100",
+    cost: Annotated[Path | None, typer.Option(help="A cost file of calibrate, for speed, γ and links.")] = None,
+    memory_gb: Annotated[float | None, typer.Option(help="Of a rank; the hardware's without.")] = None,
+    tokens_per_rank: Annotated[int | None, typer.Option(help="Tokens that a rank loads.", min=1)] = None,
+    shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1)] = None,
+    steps: Annotated[int, typer.Option(help="Steps to draw.", min=2)] = 20,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.")] = 0,
+    as_json: AsJson = False,
+    output: Out = None,
+) -> None:
+    """Say what balancing would gain on a data set of your own, and how to set it up."""
+    from knapformer.bench import advise as advisor
+    from knapformer.bench.advise_page import advice_lines, advice_table
+    from knapformer.bench.dataset import read_dataset
+    from knapformer.bench.hardware import hardware as find_hardware
+    from knapformer.bench.memory import MemoryModel
+    from knapformer.bench.simulate import setting_of
+    from knapformer.shapes import model_shape
+
+    device, shape = find_hardware(hardware), model_shape(model)
+    tokens = read_dataset(lengths, shape)
+    layer = device.cost(shape) if cost is None else CostModel.read(cost)
+    layer = layer if ranks_per_node is None else layer.with_machine(ranks_per_node=ranks_per_node)
+    shard = math.gcd(ranks, layer.machine.ranks_per_node) if shard_size is None else shard_size
+    if ranks % shard:
+        raise ConfigurationError(f"--shard-size must divide {ranks} ranks, got {shard}")
+    memory = MemoryModel.of_model(model, shape, shard_size=shard)
+    memory_bytes = device.memory_bytes if memory_gb is None else 1e9 * memory_gb
+    with progress_bar("drawing steps", steps * advisor.num_ways(ranks)) as on_step:
+        advice = advisor.advise(
+            tokens,
+            setting_of(layer, device, memory, num_ranks=ranks),
+            memory,
+            num_ranks=ranks,
+            memory_bytes=memory_bytes,
+            tokens_per_rank=tokens_per_rank,
+            num_steps=steps,
+            seed=seed,
+            on_step=on_step,
+        )
+    content = {**advice.to_dict(), **stamp(), "model": model, "hardware": str(cost or hardware)}
+    if output is not None:
+        write_json(output, content)
+    if as_json:
+        print(json.dumps(content))
+        return
+    console = Console()
+    console.print(advice_table(advice))
+    for line in advice_lines(advice, device_name=device.name, is_measured=cost is not None):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 def _draw_steps(workload: str, ranks: int | None, steps: int, seed: int) -> list[Lengths]:
@@ -161,6 +220,7 @@ def write_json(file: Path, content: Any) -> None:
 def progress_bar(name: str, total: int) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr; call what it yields after each of ``total`` pieces of work."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(name, total=total)
         yield lambda: bars.advance(task)
