@@ -17,21 +17,21 @@ namespace knapformer {
 namespace {
 
 constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
-constexpr int32_t kSmallStep = 600;      // sequences and ranks up to which groups of several anchors are tried
+constexpr int32_t kContainerRanks = 64;  // ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
 constexpr int kRounds = 2;
-constexpr size_t kSettled = 8;
-constexpr size_t kSettledContainers = 3;
-constexpr size_t kImproved = 4;
+constexpr size_t kSettled = 12;
+constexpr size_t kSettledContainers = 5;
+constexpr size_t kImproved = 6;
 constexpr size_t kBreadth = 12;
-constexpr size_t kMergeBreadth = 6;
+constexpr size_t kMergeBreadth = 12;
 constexpr int kClimbs = 12;
 constexpr int kRefineSteps = 400;
 constexpr int kImproveSteps = 300;
 constexpr double kGain = 1e-7;
-constexpr double kFarOff = 1.03;       // over the best makespan so far: not worth a second round
+constexpr double kFarOff = 1.06;       // over the best makespan so far: not worth a second round
 constexpr double kLevelEnough = 1e-4;  // over the mean level: refined enough before the groups are solved
 
 bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
@@ -132,10 +132,10 @@ std::vector<Search::Layout> Search::layouts(int32_t container) {
   return found;
 }
 
-// Single ranks, and for all but large steps also pairs, fours and nodes.
+// Single ranks, and in small steps also pairs, fours and nodes.
 std::vector<int32_t> Search::containers() const {
   std::vector<int32_t> sizes{1};
-  if (static_cast<int32_t>(p_.lengths.size()) + p_.num_ranks > kSmallStep) return sizes;
+  if (effort_ < 1.0 || p_.num_ranks > kContainerRanks) return sizes;
   const int32_t node = largest_node(p_);
   for (int32_t size : {2, 4, node}) {
     if (size > sizes.back() && size <= node) sizes.push_back(size);
@@ -263,8 +263,8 @@ void Search::climb(std::vector<Layout>& layouts) {
     for (size_t k = 0; k < layouts[0].sizes.size(); ++k) {
       const auto& slow = layouts[0].groups[layouts[0].slowest].anchors;
       const bool slowest = std::find(slow.begin(), slow.end(), layouts[0].sizes[k].sequence) != slow.end();
-      if (!slowest && k >= 4) continue;
-      for (int32_t step : {1, -1, 2}) {
+      if (!slowest && k >= 6) continue;
+      for (int32_t step : {1, -1, 2, 4}) {
         auto sizes = layouts[0].sizes;
         sizes[k].ranks += step;
         if (sizes[k].ranks < 2 || sizes[k].ranks > p_.num_ranks) continue;
