@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -21,7 +21,11 @@ from knapformer import cli_predict
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.lengths import Lengths, read_lengths
+from knapformer.plan import Plan
 from knapformer.topology import Topology
+
+if TYPE_CHECKING:
+    from knapformer.planners import Evaluation
 
 app = typer.Typer(
     name="knapformer",
@@ -98,22 +102,7 @@ def plan(
     evaluation = evaluate(result, model_cost)
     if output is not None:
         output.write_text(json.dumps(result.to_dict()) + "\n")
-    summary = {
-        "planner": planner,
-        "num_ranks": result.world_size,
-        "num_sequences": result.num_sequences,
-        "num_tokens": step_lengths.num_tokens,
-        "makespan_s": evaluation.makespan_s,
-        "step_time_s": evaluation.step_time_s,
-        "lower_bound_s": evaluation.lower_bound_s,
-        "tight_bound_s": evaluation.tight_bound_s,
-        "discrepancy": evaluation.discrepancy,
-        "bytes": evaluation.bytes,
-        "num_split": evaluation.num_split,
-        "max_rank_tokens": int(result.rank_tokens.max()),
-        "max_tokens_per_rank": list(result.max_tokens_per_rank),
-        "plan_ms": plan_ms,
-    }
+    summary = _plan_summary(result, evaluation, plan_ms)
     if as_json:
         print(json.dumps(summary))
         return
@@ -164,12 +153,12 @@ def bench(
     codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = "",
     planners: Annotated[str, typer.Option(help="Joined by commas, as in home,bags:g2n1,moldable.")] = "",
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 30,
     warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
     head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,
     double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1,
-    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 3,
+    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
     checkpoint: Annotated[str, typer.Option(help="Recompute nothing, each block or attention alone.")] = "none",
     shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards the parameters.")] = None,
@@ -277,6 +266,27 @@ def _timed(make: Callable[[], Any]) -> tuple[Any, float]:
     return result, statistics.median(times_ms)
 
 
+def _plan_summary(result: Plan, evaluation: Evaluation, plan_ms: float) -> dict[str, Any]:
+    """What ``plan --json`` prints; times and bytes are one layer's forward, but for the step's."""
+    return {
+        "planner": result.planner,
+        "num_ranks": result.world_size,
+        "num_sequences": result.num_sequences,
+        "num_tokens": int(result.lengths.sum()),
+        "makespan_s": evaluation.makespan_s,
+        "step_time_s": evaluation.step_time_s,
+        "lower_bound_s": evaluation.lower_bound_s,
+        "tight_bound_s": evaluation.tight_bound_s,
+        "discrepancy": evaluation.discrepancy,
+        "bytes": evaluation.bytes,
+        "moved_tokens": evaluation.moved_tokens,
+        "num_split": evaluation.num_split,
+        "max_rank_tokens": int(result.rank_tokens.max()),
+        "max_tokens_per_rank": list(result.max_tokens_per_rank),
+        "plan_ms": plan_ms,
+    }
+
+
 def _summary_table(summary: dict[str, Any], home_makespan_s: float) -> Table:
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -294,7 +304,7 @@ def _summary_table(summary: dict[str, Any], home_makespan_s: float) -> Table:
         ("training step", f"{summary['step_time_s']:.4g} s predicted"),
         ("discrepancy", f"{100 * summary['discrepancy']:.2f} %"),
         ("split", f"{summary['num_split']} sequences, {summary['bytes'] / 1e6:,.1f} MB exchanged a layer's forward"),
-        ("tokens", f"{summary['max_rank_tokens']:,} on the fullest rank{cap}"),
+        ("tokens", f"{summary['max_rank_tokens']:,} on the fullest rank{cap}; {summary['moved_tokens']:,} leave home"),
     ):
         table.add_row(name, value)
     return table

@@ -65,15 +65,15 @@ def default_packs(longest_tokens: int) -> tuple[list[Pack], list[Pack]]:
 
     fitted = [
         pack(1.0),
-        pack(0.7),
-        pack(0.5),
-        pack(0.3, 0.3),
-        pack(0.25),
-        pack(*[0.05] * 8),
-        pack(*[0.03] * 4),
-        pack(0.5, *[0.04] * 6),
+        pack(0.6),
+        pack(0.35),
+        pack(0.2, 0.2),
+        pack(0.1),
+        pack(*[0.05] * 6),
+        pack(*[0.03] * 3),
+        pack(0.4, *[0.04] * 5),
     ]
-    return fitted, [pack(0.85), pack(0.4, 0.2), pack(*[0.06] * 5), pack(0.6, 0.05, 0.05)]
+    return fitted, [pack(0.8), pack(0.3, 0.15), pack(*[0.06] * 4), pack(0.5, 0.05, 0.05)]
 
 
 def calibrate(
