@@ -75,7 +75,7 @@ Grouping Search::run() {
     climb(candidates);
     candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
     for (const auto& candidate : candidates) {
-      if (!candidate.is_packed && candidate.promise_s >= best_settled) continue;
+      if (!settled.empty() && !candidate.is_packed && candidate.promise_s >= best_settled) continue;
       Grouping grouping = settle(candidate, best_settled);
       const double makespan = grouping.makespan_s();
       best_settled = std::min(best_settled, makespan);
