@@ -6,12 +6,6 @@
 namespace knapformer {
 namespace {
 
-int32_t largest_node(const Problem& problem) {
-  std::vector<int32_t> count(problem.num_nodes, 0);
-  for (int32_t n : problem.node_index) ++count[n];
-  return *std::max_element(count.begin(), count.end());
-}
-
 int32_t group_size(const Problem& problem, int32_t s, double target_s, int32_t node_size) {
   const double mean_speed = problem.total_speed / problem.num_ranks;
   const auto most = static_cast<int32_t>(std::min<int64_t>(problem.num_ranks, std::max<int64_t>(problem.lengths[s], 1)));
@@ -43,6 +37,14 @@ class FreeRanks {
   }
 
   int32_t left() const { return left_; }
+
+  // Up to `count` ranks of the first node that has any.
+  std::vector<int32_t> take_chunk(int32_t count) {
+    std::vector<int32_t> ranks;
+    const auto any = std::find_if(nodes_.begin(), nodes_.end(), [](const auto& node) { return !node.empty(); });
+    move_out(static_cast<size_t>(any - nodes_.begin()), std::min(count, static_cast<int32_t>(any->size())), ranks);
+    return ranks;
+  }
 
   std::vector<int32_t> take(int32_t count) {
     std::vector<int32_t> ranks;
@@ -95,23 +97,38 @@ class FreeRanks {
   int32_t left_ = 0;
 };
 
-// Step 3's last resort: the group whose work per rank stays lowest.
+// Step 4: the group whose work per rank stays lowest among those with token room, if there are any.
 void join_lowest(const Problem& problem, std::vector<Group>& groups, int32_t sequence) {
   size_t best = 0;
   double lowest = std::numeric_limits<double>::infinity();
+  bool best_fits = false;
   for (size_t k = 0; k < groups.size(); ++k) {
     double work = problem.work_s[sequence], speed = 0.0;
-    for (int32_t s : groups[k].anchors) work += problem.work_s[s];
-    for (int32_t r : groups[k].ranks) speed += problem.speeds[r];
-    if (work / speed < lowest) {
-      lowest = work / speed;
-      best = k;
+    int64_t room = -problem.lengths[sequence];
+    for (int32_t s : groups[k].anchors) {
+      work += problem.work_s[s];
+      room -= problem.lengths[s];
     }
+    for (int32_t r : groups[k].ranks) {
+      speed += problem.speeds[r];
+      room += problem.max_tokens[r];
+    }
+    const bool fits = room >= 0;
+    if (fits < best_fits || (fits == best_fits && work / speed >= lowest)) continue;
+    best_fits = fits;
+    lowest = work / speed;
+    best = k;
   }
   groups[best].anchors.push_back(sequence);
 }
 
 }  // namespace
+
+int32_t largest_node(const Problem& problem) {
+  std::vector<int32_t> count(problem.num_nodes, 0);
+  for (int32_t n : problem.node_index) ++count[n];
+  return *std::max_element(count.begin(), count.end());
+}
 
 double even_communication_s(const Problem& problem, int32_t s, int32_t ranks, int32_t node_size) {
   if (ranks < 2) return 0.0;
@@ -133,20 +150,25 @@ std::vector<AnchorSize> size_anchors(const Problem& problem, const LayoutSetting
   return sizes;
 }
 
-std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes) {
+std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes, int32_t container) {
   std::stable_sort(sizes.begin(), sizes.end(), [](const AnchorSize& a, const AnchorSize& b) { return a.ranks > b.ranks; });
   FreeRanks free(problem);
   std::vector<Group> groups;
-  std::vector<int32_t> homeless;
+  std::vector<int32_t> joining;
   for (const auto& anchor : sizes) {
-    if (2 * free.left() < anchor.ranks || free.left() == 0) {
-      homeless.push_back(anchor.sequence);
+    const int32_t wanted = (anchor.ranks + container - 1) / container * container;
+    const bool joins = container > 1 && anchor.ranks <= container;
+    if (joins || 2 * free.left() < wanted || free.left() == 0) {
+      joining.push_back(anchor.sequence);
       continue;
     }
-    groups.push_back({free.take(std::min(anchor.ranks, free.left())), {anchor.sequence}});
+    groups.push_back({free.take(std::min(wanted, free.left())), {anchor.sequence}});
   }
-  while (free.left() > 0) groups.push_back({free.take(1), {}});
-  for (int32_t s : homeless) join_lowest(problem, groups, s);
+  while (free.left() > 0) groups.push_back({free.take_chunk(container), {}});
+  std::sort(joining.begin(), joining.end(), [&](int32_t a, int32_t b) {
+    return problem.work_s[a] != problem.work_s[b] ? problem.work_s[a] > problem.work_s[b] : a < b;
+  });
+  for (int32_t s : joining) join_lowest(problem, groups, s);
   for (auto& group : groups) {
     std::sort(group.ranks.begin(), group.ranks.end(), [&](int32_t a, int32_t b) {
       return problem.node_index[a] != problem.node_index[b] ? problem.node_index[a] < problem.node_index[b] : a < b;

@@ -29,8 +29,13 @@ double even_communication_s(const Problem& problem, int32_t sequence, int32_t ra
 std::vector<AnchorSize> size_anchors(const Problem& problem, const LayoutSettings& settings);
 
 //   3. Ranks, largest groups first: the node that it fills best; else equal parts of as few nodes as have room; else whatever
-//      is free. An anchor that finds too little joins the group that stays lowest.
-//   4. Every rank left over is a group of its own.
-std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes);
+//      is free.
+//   4. The ranks left over are cut into groups of `container` ranks of one node. Anchors that want no more than that, and those
+//      that found too little in 3, join the group that stays lowest and has the token room. A group in 3 is made a multiple of
+//      `container`.
+std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes, int32_t container);
+
+// The most ranks that one node has.
+int32_t largest_node(const Problem& problem);
 
 }  // namespace knapformer

@@ -1,6 +1,6 @@
 // Numbered steps:
-//   1. Whole sequences, unless one of them alone exceeds the bound by too much; done where that is as good as the bound.
-//   2. The search for groups (search.hpp).
+//   1. Whole sequences, unless one of them alone exceeds the bound.
+//   2. Where that is not as good as the bound, the search for groups (search.hpp), then equal ranks and sequences exchanged so that more stays home (relabel.hpp).
 //   3. The other planners' plans, where a quick bound leaves them a chance and they keep the caps.
 //   4. The lowest makespan wins, then the fewest bytes, then the fewest splits.
 #include "moldable/moldable.hpp"
@@ -10,6 +10,7 @@
 
 #include "baselines.hpp"
 #include "evaluate.hpp"
+#include "moldable/relabel.hpp"
 #include "moldable/search.hpp"
 
 namespace knapformer {
@@ -51,7 +52,9 @@ class Contest {
 PlanColumns searched_plan(const Problem& problem) {
   Search search(problem);
   PlanColumns plan;
-  for (const auto& placement : search.place(search.run())) plan.add_placement(placement);
+  auto placements = search.place(search.run());
+  keep_home(problem, placements);
+  for (const auto& placement : placements) plan.add_placement(placement);
   return plan;
 }
 
@@ -116,8 +119,7 @@ PlanColumns plan_moldable(const Problem& problem) {
   const double alone = heaviest_alone_s(problem);
   const bool whole_first = alone <= bound * (1.0 + kGoodEnough);
   if (whole_first) enter_whole(problem, contest);
-  if (contest.makespan_s() <= bound * (1.0 + kGoodEnough)) return contest.winner();
-  contest.enter(searched_plan(problem));
+  if (contest.makespan_s() > bound * (1.0 + kGoodEnough)) contest.enter(searched_plan(problem));
   if (!whole_first && alone < contest.makespan_s()) enter_whole(problem, contest);
   enter_others(problem, contest);
   return contest.winner();

@@ -17,21 +17,32 @@ namespace knapformer {
 namespace {
 
 constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
+constexpr int32_t kContainerRanks = 64;  // ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
 constexpr int kRounds = 2;
-constexpr size_t kSettled = 10;
-constexpr size_t kImproved = 4;
+constexpr size_t kSettled = 12;
+constexpr size_t kSettledContainers = 5;
+constexpr size_t kImproved = 6;
 constexpr size_t kBreadth = 12;
+constexpr size_t kMergeBreadth = 12;
 constexpr int kClimbs = 12;
 constexpr int kRefineSteps = 400;
 constexpr int kImproveSteps = 300;
 constexpr double kGain = 1e-7;
+constexpr double kFarOff = 1.06;       // over the best makespan so far: not worth a second round
+constexpr double kLevelEnough = 1e-4;  // over the mean level: refined enough before the groups are solved
 
 bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const AnchorSize& x, const AnchorSize& y) {
     return x.sequence == y.sequence && x.ranks == y.ranks;
+  });
+}
+
+bool same_groups(const std::vector<Group>& a, const std::vector<Group>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Group& x, const Group& y) {
+    return x.anchors == y.anchors && x.ranks == y.ranks;
   });
 }
 
@@ -53,17 +64,22 @@ Search::Search(const Problem& problem) : p_(problem), solver_(problem) {
 }
 
 Grouping Search::run() {
-  auto candidates = layouts();
-  climb(candidates);
-  std::vector<std::pair<double, Grouping>> settled;
   const auto effort = [this](size_t full, size_t least) {
     return std::max(least, static_cast<size_t>(effort_ * static_cast<double>(full)));
   };
-  candidates.resize(std::min(candidates.size(), effort(kSettled, 3)));
-  for (size_t k = 0; k < candidates.size(); ++k) {
-    Grouping grouping = settle(candidates[k]);
-    const double makespan = grouping.makespan_s();
-    settled.push_back({makespan, std::move(grouping)});
+  std::vector<std::pair<double, Grouping>> settled;
+  double best_settled = std::numeric_limits<double>::infinity();
+  for (int32_t container : containers()) {
+    auto candidates = layouts(container);
+    climb(candidates);
+    candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
+    for (const auto& candidate : candidates) {
+      if (!candidate.is_packed && candidate.promise_s >= best_settled) continue;
+      Grouping grouping = settle(candidate, best_settled);
+      const double makespan = grouping.makespan_s();
+      best_settled = std::min(best_settled, makespan);
+      settled.push_back({makespan, std::move(grouping)});
+    }
   }
   std::stable_sort(settled.begin(), settled.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   settled.resize(std::min(settled.size(), effort(kImproved, 2)));
@@ -93,22 +109,38 @@ std::vector<Placement> Search::place(const Grouping& grouping) {
   return placements;
 }
 
-// Step 1.
-std::vector<Search::Layout> Search::layouts() {
+// Step 1, best promise first.
+std::vector<Search::Layout> Search::layouts(int32_t container) {
   const double expected = expected_makespan();
   std::vector<Layout> found;
+  std::vector<std::vector<AnchorSize>> tried;
   for (double share : kShares) {
     for (double scale : kScales) {
       for (double target : kTargets) {
         auto sizes = size_anchors(p_, {target * expected, share, scale});
-        const auto same = [&](const Layout& other) { return same_sizes(sizes, other.sizes); };
-        if (std::none_of(found.begin(), found.end(), same)) found.push_back(promise(std::move(sizes)));
+        const auto same = [&](const auto& other) { return same_sizes(sizes, other); };
+        if (std::any_of(tried.begin(), tried.end(), same)) continue;
+        tried.push_back(sizes);
+        Layout layout = promise(std::move(sizes), container);
+        const auto equal = [&](const Layout& other) { return same_groups(layout.groups, other.groups); };
+        if (std::none_of(found.begin(), found.end(), equal)) found.push_back(std::move(layout));
       }
     }
   }
   const auto below = [](const Layout& a, const Layout& b) { return a.promise_s < b.promise_s; };
   std::stable_sort(found.begin(), found.end(), below);
   return found;
+}
+
+// Single ranks, and in small steps also pairs, fours and nodes.
+std::vector<int32_t> Search::containers() const {
+  std::vector<int32_t> sizes{1};
+  if (effort_ < 1.0 || p_.num_ranks > kContainerRanks) return sizes;
+  const int32_t node = largest_node(p_);
+  for (int32_t size : {2, 4, node}) {
+    if (size > sizes.back() && size <= node) sizes.push_back(size);
+  }
+  return sizes;
 }
 
 // Work plus the communication of the smallest groups that would meet it, over all ranks: a fixed point.
@@ -133,9 +165,10 @@ double Search::anchor_work(const Group& group) const {
 }
 
 // Step 2.
-Search::Layout Search::promise(std::vector<AnchorSize> sizes) {
+Search::Layout Search::promise(std::vector<AnchorSize> sizes, int32_t container) {
   Layout layout;
-  layout.groups = lay_out(p_, sizes);
+  layout.container = container;
+  layout.groups = lay_out(p_, sizes, container);
   layout.sizes = std::move(sizes);
   layout.overhead_s.assign(layout.groups.size(), 0.0);
   for (size_t k = 0; k < layout.groups.size(); ++k) {
@@ -184,33 +217,35 @@ double Search::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
   return p_.work_s[p_.heaviest_first[anchors.size()]] / *std::max_element(p_.speeds.begin(), p_.speeds.end());
 }
 
-// The level up to which fillers, poured in, fill the groups; token room counts by the fillers' mean work per token.
-double Search::fill_level(const Layout& layout) const {
+// The level up to which fillers, poured in, fill the groups. Where that leaves a group more tokens than its caps hold (at the
+// fillers' mean work per token), the fillers are packed one by one instead, or, in large steps, the caps cut the pouring.
+double Search::fill_level(Layout& layout) const {
+  std::vector<Bin> bins = open_bins(layout.groups, layout.overhead_s);
   std::vector<double> size, base, most;
-  double work = p_.total_work_s, tokens = 0.0;
+  double work = p_.total_work_s, tokens = 0.0, room = 0.0;
   for (int64_t length : p_.lengths) tokens += static_cast<double>(length);
-  for (size_t k = 0; k < layout.groups.size(); ++k) {
-    const auto& group = layout.groups[k];
-    double speed = 0.0, room = 0.0;
-    for (int32_t r : group.ranks) {
-      speed += p_.speeds[r];
-      room += static_cast<double>(p_.max_tokens[r]);
-    }
-    for (int32_t s : group.anchors) {
-      room -= static_cast<double>(p_.lengths[s]);
-      tokens -= static_cast<double>(p_.lengths[s]);
-    }
-    work -= anchor_work(group);
-    size.push_back(speed);
-    base.push_back(anchor_work(group) + layout.overhead_s[k]);
-    most.push_back(std::max(0.0, room));
+  for (const auto& anchor : layout.sizes) {
+    work -= p_.work_s[anchor.sequence];
+    tokens -= static_cast<double>(p_.lengths[anchor.sequence]);
   }
   if (tokens <= 0.0 || work <= 0.0) return 0.0;
-  double room = 0.0;
-  for (double& m : most) room += (m *= work / tokens);
-  if (room < work) return 2.0 * p_.total_work_s;
+  for (const auto& bin : bins) {
+    size.push_back(bin.size);
+    base.push_back(bin.load_s);
+    most.push_back(static_cast<double>(std::max<int64_t>(0, bin.room)) * (work / tokens));
+    room += most.back();
+  }
   std::vector<double> poured;
-  water_fill(work, base, size, most, poured);
+  water_fill(work, base, size, std::vector<double>(size.size(), std::numeric_limits<double>::infinity()), poured);
+  bool overflow = false;
+  for (size_t k = 0; k < size.size(); ++k) overflow = overflow || poured[k] > most[k];
+  if (overflow && effort_ == 1.0) {
+    layout.is_packed = true;
+    const bool fits = pack(bins, fillers(layout.groups)).empty();
+    return fits ? bins[Levels(bins).highest()].level() : std::numeric_limits<double>::infinity();
+  }
+  if (overflow && room < work) return std::numeric_limits<double>::infinity();
+  if (overflow) water_fill(work, base, size, most, poured);
   double level = 0.0;
   for (size_t k = 0; k < size.size(); ++k) {
     if (poured[k] > 0.0) level = std::max(level, (base[k] + poured[k]) / size[k]);
@@ -228,12 +263,12 @@ void Search::climb(std::vector<Layout>& layouts) {
     for (size_t k = 0; k < layouts[0].sizes.size(); ++k) {
       const auto& slow = layouts[0].groups[layouts[0].slowest].anchors;
       const bool slowest = std::find(slow.begin(), slow.end(), layouts[0].sizes[k].sequence) != slow.end();
-      if (!slowest && k >= 4) continue;
-      for (int32_t step : {1, -1, 2}) {
+      if (!slowest && k >= 6) continue;
+      for (int32_t step : {1, -1, 2, 4}) {
         auto sizes = layouts[0].sizes;
         sizes[k].ranks += step;
         if (sizes[k].ranks < 2 || sizes[k].ranks > p_.num_ranks) continue;
-        Layout next = promise(std::move(sizes));
+        Layout next = promise(std::move(sizes), layouts[0].container);
         if (next.promise_s < best.promise_s) {
           best = std::move(next);
           found = true;
@@ -246,7 +281,7 @@ void Search::climb(std::vector<Layout>& layouts) {
 }
 
 // Step 3.
-Grouping Search::settle(const Layout& layout) {
+Grouping Search::settle(const Layout& layout, double best_s) {
   Grouping best, now;
   now.groups = layout.groups;
   auto overhead = layout.overhead_s;
@@ -258,7 +293,7 @@ Grouping Search::settle(const Layout& layout) {
       best_makespan = makespan;
       best = now;
     }
-    if (now.groups.size() != overhead.size()) break;
+    if (now.groups.size() != overhead.size() || makespan > kFarOff * best_s) break;
     for (size_t k = 0; k < now.groups.size(); ++k) {
       double work = anchor_work(now.groups[k]);
       for (const auto& item : now.bins[k].items) work += item.work_s;
@@ -268,10 +303,9 @@ Grouping Search::settle(const Layout& layout) {
   return best;
 }
 
-void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
-  auto& [groups, bins] = grouping;
-  std::vector<char> is_anchor(p_.lengths.size(), 0);
-  bins.assign(groups.size(), Bin{});
+// Bins that hold their groups' anchors and overhead.
+std::vector<Bin> Search::open_bins(const std::vector<Group>& groups, const std::vector<double>& overhead_s) const {
+  std::vector<Bin> bins(groups.size());
   for (size_t k = 0; k < groups.size(); ++k) {
     bins[k].size = 0.0;
     bins[k].room = 0;
@@ -279,20 +313,36 @@ void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
       bins[k].size += p_.speeds[r];
       bins[k].room += p_.max_tokens[r];
     }
-    for (int32_t s : groups[k].anchors) {
-      is_anchor[s] = 1;
-      bins[k].room -= p_.lengths[s];
-    }
+    for (int32_t s : groups[k].anchors) bins[k].room -= p_.lengths[s];
     bins[k].load_s = anchor_work(groups[k]) + overhead_s[k];
   }
-  std::vector<Item> fillers;
-  for (int32_t s : p_.heaviest_first) {
-    if (!is_anchor[s]) fillers.push_back({s, p_.work_s[s], p_.lengths[s]});
+  return bins;
+}
+
+// The sequences that are no anchors, heaviest first.
+std::vector<Item> Search::fillers(const std::vector<Group>& groups) const {
+  std::vector<char> is_anchor(p_.lengths.size(), 0);
+  for (const auto& group : groups) {
+    for (int32_t s : group.anchors) is_anchor[s] = 1;
   }
-  auto left = pack(bins, fillers);
-  refine(bins, kRefineSteps, kBreadth, 0.0);
+  std::vector<Item> items;
+  for (int32_t s : p_.heaviest_first) {
+    if (!is_anchor[s]) items.push_back({s, p_.work_s[s], p_.lengths[s]});
+  }
+  return items;
+}
+
+void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
+  grouping.bins = open_bins(grouping.groups, overhead_s);
+  const auto left = pack(grouping.bins, fillers(grouping.groups));
+  double load = 0.0, size = 0.0;
+  for (const auto& bin : grouping.bins) {
+    load += bin.load_s;
+    size += bin.size;
+  }
+  refine(grouping.bins, kRefineSteps, kBreadth, load / size * (1.0 + kLevelEnough));
   house(grouping, left);
-  for (size_t k = 0; k < groups.size(); ++k) solve(grouping, k);
+  for (size_t k = 0; k < grouping.groups.size(); ++k) solve(grouping, k);
 }
 
 // Items that no bin has room for, and bins that hold too much: merge the two roomiest groups until there is room. The caps' sum
@@ -396,7 +446,7 @@ bool Search::merge_groups(Grouping& grouping, const Levels& levels) {
   const double before = grouping.bins[worst].level() * (1.0 - kGain);
   size_t best = grouping.bins.size();
   double best_level = before;
-  for (size_t other : levels.lowest(kBreadth)) {
+  for (size_t other : levels.lowest(kMergeBreadth)) {
     Grouping pair{{grouping.groups[worst], grouping.groups[other]}, {grouping.bins[worst], grouping.bins[other]}};
     merge(pair, 0, 1);
     solve(pair, 0);

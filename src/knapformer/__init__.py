@@ -1,6 +1,7 @@
 """KnapFormer: straggler-free training of Diffusion Transformers on mixed image resolutions and video.
 
-The names below come from pure modules, except ``Balancer``, ``Step`` and ``Meter``, which load torch when first used.
+The names below come from pure modules, except ``Balancer``, ``Step``, ``Meter`` and
+``SequenceBalancer`` (the published package's interface), which load torch when first used.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from knapformer.topology import Topology
 from knapformer.version import __version__
 
 if TYPE_CHECKING:
+    from knapformer.adapters.published import SequenceBalancer
     from knapformer.balancer import Balancer, Step
     from knapformer.exchange import Meter
 
@@ -42,6 +44,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "RankError",
+    "SequenceBalancer",
     "Step",
     "Topology",
     "__version__",
@@ -59,4 +62,8 @@ def __getattr__(name: str) -> Any:
         from knapformer.exchange import Meter
 
         return Meter
+    if name == "SequenceBalancer":
+        from knapformer.adapters.published import SequenceBalancer
+
+        return SequenceBalancer
     raise AttributeError(f"module 'knapformer' has no attribute {name!r}")

@@ -14,7 +14,7 @@ from torch import Tensor
 from knapformer.attend import BalancedAttention
 from knapformer.attention_schedule import attention_schedule
 from knapformer.cost import CostModel
-from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, RankError
+from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, PlanError, RankError
 from knapformer.exchange import Channel, Meter, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
 from knapformer.lengths import IntArray, Lengths, parse_local_lengths
@@ -48,7 +48,8 @@ class Balancer:
         meter: counts time and bytes in exchanges.
 
     Raises:
-        ConfigurationError: arguments that do not fit each other or the group.
+        ConfigurationError: arguments that do not fit each other or the group; on all ranks.
+        DisagreementError: ranks have topologies for other numbers of ranks; on all ranks.
     """
 
     def __init__(
@@ -66,12 +67,16 @@ class Balancer:
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.planner = planner
-        self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
+        self.topology, error = None, None
+        try:
+            self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
+        except ConfigurationError as wrong_topology:
+            error = wrong_topology
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_kv_heads = num_kv_heads
         self.kernel, self.overlap = kernel, overlap
         bag_ranks = self.topology.num_ranks if self.topology is not None and self.topology.bag_sizes else None
-        self.group = BalancingGroup.create(group, bag_ranks)
+        self.group = BalancingGroup.create(group, bag_ranks, error)
         self.channel = Channel(self.group.data, self.group.rank, meter)
 
     def prepare(
@@ -103,8 +108,10 @@ class Balancer:
         plan, failure = None, None
         try:
             plan = self.plan(everywhere)
-        except KnapFormerError as planning_error:
-            failure = planning_error
+            if not plan.places(everywhere):
+                raise PlanError(f"the planner gave a plan for other lengths or ranks: {plan}")
+        except Exception as planning_error:  # whatever it is, the other ranks wait
+            failure = _carried(planning_error)
         agree_on_plan(self.group, None if plan is None else plan.digest(), failure)
         assert plan is not None
         return Step(self, plan, everywhere, rows)
@@ -326,5 +333,10 @@ def _local_input(
             if len(part) != count:
                 raise LengthsError(f"conditioning {name!r} lists {len(part)} sequences, the lengths {count}")
         return LocalInput(streams, rows)
-    except KnapFormerError as failure:
-        return LocalInput({}, {}, failure)
+    except Exception as failure:  # whatever it is, the other ranks wait
+        return LocalInput({}, {}, _carried(failure))
+
+
+def _carried(error: Exception) -> KnapFormerError:
+    """As an error that can be raised on other ranks."""
+    return error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")

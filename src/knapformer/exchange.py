@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from knapformer.routes import Route, Units, move
 
@@ -144,6 +145,7 @@ class _Start(Function):
         return token
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, _token: Tensor) -> tuple[Tensor | None, ...]:
         pending: Pending = ctx.pending
         flight, pending.backward_flight = pending.backward_flight, None
@@ -166,6 +168,7 @@ class _Finish(Function):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[None, Tensor]:
         (empty,) = ctx.saved_tensors
         pending: Pending = ctx.pending

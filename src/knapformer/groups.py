@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,8 +28,6 @@ from knapformer.errors import (
 from knapformer.lengths import IntArray, Lengths
 
 _ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError)
-_HEADER = 5
-"""Integers of a rank's header: hash of the configuration, of the names, sequences, numbers and bytes of text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,30 +51,50 @@ class BalancingGroup:
     device: torch.device
 
     @classmethod
-    def create(cls, group: dist.ProcessGroup | None = None, size: int | None = None) -> BalancingGroup:
+    def create(
+        cls, group: dist.ProcessGroup | None = None, size: int | None = None, error: KnapFormerError | None = None
+    ) -> BalancingGroup:
         """Make the groups. Every rank of ``group`` calls it, once, in the same order as other group creations.
 
         Args:
             group: whose ranks balance; the default group if None. Without torch.distributed this is one rank alone.
             size: ranks of a balancing group, where several of them share ``group``; consecutive ranks belong together.
+            error: what is wrong with this rank's configuration; then ``size`` may be anything.
 
         Raises:
             ConfigurationError: ``group`` is not a multiple of ``size``.
+            KnapFormerError: ``error`` of the lowest rank that has one; on all ranks.
+            DisagreementError: ranks have other sizes; on all ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
+            if error is not None:
+                raise error
             _check_multiple(1, size)
             return cls(None, None, 0, 1, 0, torch.device("cpu"))
         data = dist.group.WORLD if group is None else group
         assert data is not None
-        world_size, rank = dist.get_world_size(data), dist.get_rank(data)
-        size = _check_multiple(world_size, size)
-        offset = rank // size * size
-        members = [dist.get_global_rank(data, r) for r in range(offset, offset + size)]
-        if size < world_size:
-            data = dist.new_group(members, use_local_synchronization=True)
-        control = dist.new_group(members, backend="gloo", use_local_synchronization=True)
         device = torch.device("cpu") if dist.get_backend(data) == "gloo" else torch.accelerator.current_accelerator()
-        return cls(data, control, rank - offset, size, offset, device or torch.device("cpu"))
+        everyone = cls(data, None, dist.get_rank(data), dist.get_world_size(data), 0, device or torch.device("cpu"))
+        everyone = replace(everyone, control=everyone._new_group(0, everyone.size, "gloo"))
+        return everyone._part(size, error)
+
+    def _part(self, size: int | None, error: KnapFormerError | None) -> BalancingGroup:
+        """The balancing group of this rank, where all ranks of this group agree on its size."""
+        try:
+            size = _check_multiple(self.size, size)
+        except ConfigurationError as wrong_size:
+            size, error = 0, error or wrong_size
+        _agree(self, {"ranks_in_a_balancing_group": size}, [], error)
+        if size == self.size:
+            return self
+        offset = self.rank // size * size
+        data, control = self._new_group(offset, size), self._new_group(offset, size, "gloo")
+        return replace(self, data=data, control=control, rank=self.rank - offset, size=size, offset=offset)
+
+    def _new_group(self, offset: int, size: int, backend: str | None = None) -> Any:
+        assert self.data is not None
+        members = [dist.get_global_rank(self.data, rank) for rank in range(offset, offset + size)]
+        return dist.new_group(members, backend=backend, use_local_synchronization=True)
 
 
 def _check_multiple(world_size: int, size: int | None) -> int:
@@ -113,18 +131,30 @@ def gather_inputs(
     columns = [*local.streams.values(), *local.conditioning.values()]
     numbers = np.concatenate(columns) if columns and local.error is None else np.zeros(0, np.int64)
     names = [list(local.streams), list(local.conditioning)] if local.error is None else []
-    text = json.dumps({"configuration": configuration, "names": names, "error": _error_dict(local.error)}).encode()
-    count = len(columns[0]) if columns and local.error is None else 0
-    header = [_hash(configuration), _hash(names), count, len(numbers), 0 if local.error is None else len(text)]
-    headers = _all_gather(group, np.asarray(header, np.int64))
-    if (headers[:, :2] != headers[0, :2]).any() or headers[:, 4].any():
-        raise _disagreement(group, text)
-    gathered = _all_gather(group, numbers, headers[:, 3].tolist())
+    counts = _agree(group, configuration, names, local.error, len(numbers))
+    gathered = _all_gather(group, numbers, counts)
     tables = [own.reshape(len(columns), -1) for own in gathered]
     num_streams = len(local.streams)
     lengths = Lengths.from_streams([table[:num_streams] for table in tables], tuple(local.streams))
     rows = np.concatenate([table[num_streams:] for table in tables], axis=1)
     return lengths, dict(zip(local.conditioning, rows, strict=True))
+
+
+def _agree(
+    group: BalancingGroup,
+    configuration: Mapping[str, Any],
+    names: list[list[str]],
+    error: KnapFormerError | None,
+    number: int = 0,
+) -> list[int]:
+    """``number`` of every rank, where no rank has an error and all have the same configuration and names."""
+    header = [_hash(configuration), _hash(names), int(error is not None), number]
+    headers = _all_gather(group, np.asarray(header, np.int64))
+    if headers[:, 2].any() or (headers[:, :2] != headers[0, :2]).any():
+        content = {"configuration": configuration, "names": names, "error": _error_dict(error)}
+        raise _disagreement(group, json.dumps(content).encode())
+    numbers: list[int] = headers[:, 3].tolist()
+    return numbers
 
 
 def agree_on_plan(group: BalancingGroup, digest: bytes | None, error: KnapFormerError | None) -> None:

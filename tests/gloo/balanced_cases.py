@@ -24,7 +24,8 @@ class Case:
     """One comparison.
 
     Attributes:
-        planner: name, or "random" for plans that put anything anywhere.
+        planner: name, or "random" for plans that put anything anywhere, or "apart" for one with ranks that have tokens
+            without heads, heads without tokens, both, and neither.
         wrong: a fault that the comparison must notice: "scale", "drop" or "permute" a gradient of the exchange.
     """
 
@@ -54,6 +55,8 @@ def homes(case: Case, world_size: int) -> tuple[list[int], list[int], list[list[
 
 
 def make_planner(case: Case):
+    if case.planner == "apart":
+        return lambda lengths: plan_apart(lengths, case)
     if case.planner != "random":
         return case.planner
 
@@ -62,6 +65,26 @@ def make_planner(case: Case):
         return random_plan(lengths.to_lists(), case.num_heads, rng, num_kv_heads=case.num_kv_heads)
 
     return plan
+
+
+def plan_apart(lengths: Lengths, case: Case) -> Plan:
+    """Ranks 0 and 1 hold the tokens, ranks 1 and 2 the heads; with two ranks, the first and the second."""
+    middle = 1 if lengths.num_ranks > 2 else 0
+    segments, tiles = [], []
+    for n in lengths.tokens.tolist():
+        cut, head = n // 2 * middle, case.num_heads // 2 * middle
+        segments.append([(r, a, b) for r, a, b in ((1, 0, cut), (0, cut, n)) if a < b])
+        tiles.append([(r, a, b, 0, n) for r, a, b in ((2, 0, head), (1, head, case.num_heads)) if a < b and n])
+    return Plan.from_placements(
+        lengths=lengths.tokens.tolist(),
+        homes=lengths.homes.tolist(),
+        segments=segments,
+        tiles=tiles,
+        world_size=lengths.num_ranks,
+        num_heads=case.num_heads,
+        num_kv_heads=case.num_kv_heads or case.num_heads,
+        planner="apart",
+    )
 
 
 def build(case: Case) -> nn.Module:
@@ -114,6 +137,7 @@ def unbalanced(model: nn.Module, mine: list[Sample]) -> list[Tensor]:
 
 def relative(value: Tensor, reference: Tensor) -> float:
     """Relative to the reference, or absolute where that is zero but for rounding."""
+    value, reference = value.detach(), reference.detach()
     return error(value, reference) if float(reference.norm()) > 1e-12 else float((value - reference).norm())
 
 

@@ -19,13 +19,15 @@ class Case:
     caps: Any
 
 
-def random_case(seed: int, max_ranks: int = 64) -> Case:
-    """Any ranks, heads, lengths (0 and 1 among them), caps, speeds and nodes."""
+def random_case(seed: int, max_ranks: int | None = None) -> Case:
+    """Any heads, lengths (0 and 1 among them), caps, speeds and nodes; 1 to 64 ranks, few of them as a rule."""
     rng = random.Random(seed)
-    ranks = rng.choice([1, 2, 3, 4, 8, rng.randint(1, max_ranks)])
+    most = rng.choices([4, 8, 20, 64], [60, 30, 8, 2])[0]
+    ranks = rng.randint(1, most if max_ranks is None else max_ranks)
     heads = rng.choice([1, 2, 3, 5, 12, 24, 38])
     scale = rng.choice([30, 3000, 30000, 200000])
-    lengths = [[random_length(rng, scale) for _ in range(rng.choice([0, 1, 2, 5]))] for _ in range(ranks)]
+    counts = rng.choice([[0, 1], [1, 2], [0, 1, 2, 5]])
+    lengths = [[random_length(rng, scale) for _ in range(rng.choice(counts))] for _ in range(ranks)]
     machine = Machine(
         ranks_per_node=rng.choice([1, 2, 3, 8]),
         intra_node_bytes_per_s=rng.choice([300e9, 900e9]),

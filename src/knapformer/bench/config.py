@@ -85,7 +85,7 @@ class TrainConfig:
     head_width: int = 32
     num_double_blocks: int = 1
     num_single_blocks: int = 1
-    steps: int = 24
+    steps: int = 30
     warmup_steps: int = 2
     dtype: str = "float32"
     checkpoint: str = "none"

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
 
 from knapformer.errors import CapacityError, ConfigurationError
 from knapformer.shapes import ModelShape
@@ -71,7 +75,7 @@ GATHERED_LAYERS = 2
 """Layers whose gathered parameters FSDP2 holds at once: the one that computes and the next one."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class MemoryModel:
     """Bytes of one rank.
 
@@ -137,7 +141,7 @@ class MemoryModel:
     @property
     def bytes_per_token(self) -> float:
         """Activations per token where they are most: in the backward pass of the last block, or before doubles end."""
-        return max(self._activation_elements(at) for at in range(len(self.blocks))) * self.bytes_per_element
+        return float(self._activation_elements.max()) * self.bytes_per_element
 
     def peak_bytes(self, tokens: int, *, exchanged_elements: float = 0.0) -> float:
         """Peak of a step with ``tokens`` on this rank.
@@ -149,13 +153,11 @@ class MemoryModel:
             tokens: that the rank holds.
             exchanged_elements: see ``exchange_elements``.
         """
-        weights = [BLOCK_WEIGHTS[kind] for kind in self.blocks]
+        weights = np.asarray([BLOCK_WEIGHTS[kind] for kind in self.blocks], np.float64)
         gradient_bytes = 4 * self.parameters / self.shard_size
-        worst, done = 0.0, 0.0
-        for at in reversed(range(len(self.blocks))):
-            activations = self._activation_elements(at) * self.bytes_per_element * tokens
-            worst = max(worst, activations + done * gradient_bytes)
-            done += weights[at] / sum(weights)
+        done = 1 - np.cumsum(weights) / weights.sum()
+        activations = self._activation_elements * self.bytes_per_element * tokens
+        worst = float((activations + done * gradient_bytes).max())
         peak = max(self.fixed_bytes - gradient_bytes + worst, self.fixed_bytes)
         return peak + exchanged_elements * self.bytes_per_element
 
@@ -187,9 +189,11 @@ class MemoryModel:
             low, high = (middle, high) if self.peak_bytes(middle) <= memory_bytes else (low, middle)
         return low
 
-    def _activation_elements(self, at: int) -> float:
-        """Per token, while block ``at`` is in its backward pass."""
-        kinds = [BLOCKS[kind, self.recompute] for kind in self.blocks[: at + 1]]
-        parts = [*(kind.saved for kind in kinds), kinds[-1].working]
-        inside = sum(w * self.width + m * self.mlp_width for w, m in parts)
-        return inside + (6 if self.recompute == "none" else 2) * self.io_channels
+    @cached_property
+    def _activation_elements(self) -> npt.NDArray[np.float64]:
+        """(blocks,) per token, while each block is in its backward pass."""
+        widths = np.asarray([self.width, self.mlp_width], np.float64)
+        kinds = [BLOCKS[kind, self.recompute] for kind in self.blocks]
+        saved = np.cumsum([widths @ kind.saved for kind in kinds])
+        working = np.asarray([widths @ kind.working for kind in kinds])
+        return np.asarray(saved + working + (6 if self.recompute == "none" else 2) * self.io_channels)

@@ -1,0 +1,346 @@
+"""The interface of the published KnapFormer package (arXiv 2508.06001), over our own plan and exchange.
+
+Code that was written for it runs unchanged, and ranks without sequences or without chunks are no error. Rows travel as
+bytes of their own dtype. For new code, ``knapformer.Balancer`` does more: uneven shares, any number of heads, plans
+without fixed bags.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from knapformer.adapters.routing_plan import (
+    ATTENTION_FLOPS,
+    LINEAR_FLOPS,
+    RoutingPlan,
+    split_evenly,
+)
+from knapformer.cost import CostModel
+from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
+from knapformer.exchange import Channel, Route, exchange
+from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
+from knapformer.lengths import Lengths, parse_local_lengths
+from knapformer.plan import Plan
+from knapformer.planners import make_plan
+from knapformer.schedule import Blocks, RankTokens, make_exchange, starts_of, token_exchange
+from knapformer.topology import Topology
+from knapformer.version import __version__
+
+OTHER_MODULE = "sequence_balancer.py"
+"""A module that the published package has and this one has not."""
+
+
+class SequenceBalancer:
+    """Balances sequences over fixed bags of ranks. Every rank makes one, at the same point of the program.
+
+    What a plan holds can also be read as attributes: ``gpu_id2seq_lens``, ``seq_id2assigned_bag_id`` and so on; see
+    ``knapformer.adapters.routing_plan.RoutingPlan``.
+
+    Args:
+        bag_specs: bags such as ``"g1n2+g2n1"``. A world that is a multiple of their total has independent balancing
+            groups of consecutive ranks.
+        gamma: time per attention FLOP over time per linear-phase FLOP.
+
+    Attributes:
+        this_gpu_id: this world rank.
+        balance_process_group: the ranks of the balancing group.
+        tracked_tflops, tracked_imbalances, tracked_balance_imbalances: for each ``plan_routing`` since tracking was
+            turned on: TFLOPs of the step, and most over mean work of a rank without and with balancing.
+        metrics: the last plan's imbalances.
+
+    Raises:
+        ConfigurationError: bags that cannot be read, or do not fit the world.
+    """
+
+    def __init__(self, bag_specs: str, gamma: float = 1.0) -> None:
+        self.topology, self.gamma = Topology.parse(bag_specs), gamma
+        self.group = BalancingGroup.create(None, self.topology.num_ranks)
+        self.this_gpu_id = self.group.offset + self.group.rank
+        self.balance_process_group = self.group.data
+        starts = [sum(self.topology.bag_sizes[:i]) for i in range(len(self.topology.bag_sizes) + 1)]
+        self._bag = next(i for i, end in enumerate(starts[1:]) if self.group.rank < end)
+        self._bag_ranks = range(starts[self._bag], starts[self._bag + 1])
+        self._bag_channel = Channel(self._make_bag_group(), self.group.rank - self._bag_ranks.start)
+        self._step: _Step | None = None
+        self.turn_off_tracking()
+        self.tracked_tflops: list[float] = []
+        self.tracked_imbalances: list[float] = []
+        self.tracked_balance_imbalances: list[float] = []
+        self.metrics: dict[str, float] = {}
+
+    def plan_routing(self, local_seq_lens: Sequence[int] | Tensor, token_dim: int) -> None:
+        """Plan a step. Every rank of the balancing group calls it.
+
+        Args:
+            local_seq_lens: tokens of each sequence that this rank loaded.
+            token_dim: channels of a token.
+
+        Raises:
+            LengthsError: lengths of a rank are none; on all ranks.
+        """
+        plan, lengths = self._plan(local_seq_lens, token_dim)
+        routing = RoutingPlan.of(plan, lengths, self.topology, gamma=self.gamma, width=token_dim)
+        self._step = _Step(self.group.rank, plan, lengths, routing)
+        before, after = routing.imbalance()
+        self.metrics = {"imbalance": before, "balance_imbalance": after}
+        if self._tracked_layers:
+            flops = sum(
+                LINEAR_FLOPS * n * token_dim**2 + ATTENTION_FLOPS * n * n * token_dim for n in lengths.tokens.tolist()
+            )
+            self.tracked_tflops.append(flops * self._tracked_layers / 1e12)
+            self.tracked_imbalances.append(before)
+            self.tracked_balance_imbalances.append(after)
+
+    def route(
+        self,
+        packed_seqs: Tensor,
+        packed_features: Sequence[Tensor] | None = None,
+        force_fp32_buffer: bool = False,
+    ) -> tuple[list[int], Tensor, list[Tensor] | None]:
+        """Move rows from home to the bags. Every rank of the balancing group calls it.
+
+        Args:
+            packed_seqs: (T, C) rows of this rank's sequences, one after another.
+            packed_features: more tensors of T rows, each moved in its own dtype.
+            force_fp32_buffer: nothing; no dtype is converted.
+
+        Returns:
+            Lengths of this rank's chunks, their rows by chunk id, and the features' rows.
+        """
+        rows, features = self._move(packed_seqs, packed_features, reverse=False)
+        return list(self._current.routing.gpu_id2chunk_lens[self.this_gpu_id]), rows, features
+
+    def reverse_route(
+        self,
+        packed_seqs: Tensor,
+        packed_features: Sequence[Tensor] | None = None,
+        force_fp32_buffer: bool = False,
+    ) -> tuple[list[int], Tensor, list[Tensor] | None]:
+        """Bring rows home: the inverse of ``route``.
+
+        Returns:
+            Lengths of this rank's sequences, their rows in the original order, and the features' rows.
+        """
+        rows, features = self._move(packed_seqs, packed_features, reverse=True)
+        return list(self._current.routing.gpu_id2seq_lens[self.this_gpu_id]), rows, features
+
+    def pre_attn(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Own chunks and all heads to the bag's full sequences and a share of the heads.
+
+        Every rank of the bag calls it; a bag of one rank passes its input through, and need not.
+
+        Args:
+            q, k, v: (T, heads, D) rows of this rank's chunks.
+
+        Returns:
+            Lengths (S_bag,) int32 of the bag's sequences by id, and q, k, v (rows of all of them, heads / ranks, D).
+
+        Raises:
+            ConfigurationError: heads that cannot be divided over the bag.
+        """
+        lengths = [sum(chunks) for chunks in self._current.routing.chunk_table(self._bag)]
+        q, k, v = self._exchange_heads((q, k, v), reverse=False)
+        return self._int32(lengths, q), q, k, v
+
+    def post_attn(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Attention's output back to own chunks and all heads: the inverse of ``pre_attn``.
+
+        Args:
+            x: (rows of the bag's sequences, heads / ranks, D).
+
+        Returns:
+            Lengths int32 of this rank's chunks, and x (T, heads, D).
+        """
+        lengths = self._current.routing.gpu_id2chunk_lens[self.this_gpu_id]
+        (x,) = self._exchange_heads((x,), reverse=True)
+        return self._int32(lengths, x), x
+
+    def get_routing_plan_summary(self) -> dict[str, Any]:
+        """The last plan as a dictionary."""
+        return self._current.routing.to_dict()
+
+    def nice_print(self) -> None:
+        """Print who holds what, on the first rank of the balancing group."""
+        routing = self._current.routing
+        if self.group.rank == 0:
+            for gpu in routing.balance_gpu_ids:
+                print(
+                    f"GPU {gpu} (bag {routing.gpu_id2bag_id[gpu]}): loads {routing.gpu_id2seq_lens[gpu]}, "
+                    f"holds {routing.gpu_id2chunk_lens[gpu]} of sequences "
+                    f"{[routing.chunk_id2seq_id[chunk] for chunk in routing.gpu_id2chunk_ids[gpu]]}"
+                )
+
+    def print_imbalance(self) -> None:
+        """Print the most work of a rank over the mean, on the first rank of the balancing group."""
+        before, after = self._current.routing.imbalance()
+        if self.group.rank == 0:
+            print(f"most over mean work per GPU: {before:.3f} without balancing, {after:.3f} with")
+
+    def turn_on_tracking(self, num_layers: int, include_bwd: bool) -> None:
+        """Append to the ``tracked_`` lists in each ``plan_routing`` from now on.
+
+        Args:
+            num_layers: of the model.
+            include_bwd: count the backward pass as twice the forward pass.
+        """
+        self._tracked_layers = num_layers * (3 if include_bwd else 1)
+
+    def turn_off_tracking(self) -> None:
+        """Stop appending."""
+        self._tracked_layers = 0
+
+    def print_tracking_results(self) -> None:
+        """Print means over the tracked steps, on the first rank of the balancing group."""
+        if self.group.rank == 0 and self.tracked_tflops:
+            count = len(self.tracked_tflops)
+            before, after = sum(self.tracked_imbalances) / count, sum(self.tracked_balance_imbalances) / count
+            print(
+                f"{count} steps: {sum(self.tracked_tflops):.4g} TFLOPs, most over mean work per GPU {before:.3f} "
+                f"without balancing, {after:.3f} with"
+            )
+
+    def __getattr__(self, name: str) -> Any:
+        step = self.__dict__.get("_step")
+        if step is not None and name in RoutingPlan.__dataclass_fields__:
+            return getattr(step.routing, name)
+        hint = "; call plan_routing first" if name in RoutingPlan.__dataclass_fields__ else ""
+        raise AttributeError(f"SequenceBalancer has no attribute {name!r}{hint}")
+
+    @property
+    def _current(self) -> _Step:
+        if self._step is None:
+            raise ConfigurationError("there is no plan; call plan_routing first")
+        return self._step
+
+    def _make_bag_group(self) -> dist.ProcessGroup | None:
+        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs."""
+        if len(self._bag_ranks) == 1:
+            return None
+        members = [self.group.offset + rank for rank in self._bag_ranks]
+        group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
+        return group
+
+    def _plan(self, local_seq_lens: Any, token_dim: int) -> tuple[Plan, Lengths]:
+        cost = CostModel(hidden=token_dim, num_heads=max(self.topology.bag_sizes), gamma=self.gamma)
+        configuration = {"version": __version__, "topology": str(self.topology), "cost": cost.to_dict()}
+        try:
+            local = LocalInput(parse_local_lengths(local_seq_lens), {})
+        except KnapFormerError as error:
+            local = LocalInput({}, {}, error)
+        lengths, _ = gather_inputs(self.group, local, configuration)
+        plan = make_plan(lengths, planner="bags", topology=self.topology, cost=cost, group_offset=self.group.offset)
+        agree_on_plan(self.group, plan.digest(), None)
+        return plan, lengths
+
+    def _move(
+        self, rows: Tensor, features: Sequence[Tensor] | None, *, reverse: bool
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """One all-to-all per dtype."""
+        tensors = [rows, *(features or [])]
+        channel, step = Channel(self.group.data, self.group.rank), self._current
+        moved: list[Tensor] = list(tensors)
+        for dtype in dict.fromkeys(x.dtype for x in tensors):
+            chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]
+            routes = [step.route(tensors[i], reverse) for i in chosen]
+            flat = [tensors[i].reshape(len(tensors[i]), _width(tensors[i])) for i in chosen]
+            for i, out in zip(chosen, exchange(flat, routes, channel), strict=True):
+                moved[i] = out.view(out.shape[0], *tensors[i].shape[1:])
+        return moved[0], None if features is None else moved[1:]
+
+    def _exchange_heads(self, tensors: Sequence[Tensor], *, reverse: bool) -> tuple[Tensor, ...]:
+        """(T, heads, D) to (rows of the bag, heads / ranks, D), or back, in one collective."""
+        num_ranks = len(self._bag_ranks)
+        if num_ranks == 1:
+            return tuple(tensors)
+        routes = []
+        for x in tensors:
+            heads = x.shape[1] if reverse else split_evenly(x.shape[1], num_ranks)
+            route = self._current.head_route(self._bag, self._bag_channel.rank, heads, x.device)
+            routes.append(route.reversed() if reverse else route)
+            rows = routes[-1].num_in // x.shape[1]
+            if len(x) != rows:
+                raise LengthsError(f"rank {self.this_gpu_id}: expected {rows} rows of attention, got {tuple(x.shape)}")
+        flat = [x.reshape(x.shape[0] * x.shape[1], x.shape[2]) for x in tensors]
+        shapes = [(x.shape[1] * num_ranks if reverse else x.shape[1] // num_ranks, x.shape[2]) for x in tensors]
+        moved = exchange(flat, routes, self._bag_channel)
+        return tuple(y.view(len(y) // heads, heads, width) for y, (heads, width) in zip(moved, shapes, strict=True))
+
+    @staticmethod
+    def _int32(lengths: Sequence[int], like: Tensor) -> Tensor:
+        return torch.tensor(lengths, dtype=torch.int32).to(like.device, non_blocking=True)
+
+
+class _Step:
+    """One plan, and the routes that were made for it."""
+
+    def __init__(self, rank: int, plan: Plan, lengths: Lengths, routing: RoutingPlan) -> None:
+        self.rank, self.plan, self.lengths, self.routing = rank, plan, lengths, routing
+        self._routes: dict[Any, Route] = {}
+
+    def route(self, x: Tensor, reverse: bool) -> Route:
+        """Of rows: home order to chunks by id."""
+        key = ("rows", x.device)
+        if key not in self._routes:
+            own = self.plan.segment_rank == self.rank
+            plan = self.plan
+            tokens = RankTokens(plan.segment_sequence[own], plan.segment_start[own], plan.segment_end[own], num_whole=0)
+            self._routes[key] = Route.of(token_exchange(self.plan, self.lengths, tokens, self.rank), x.device)
+        route = self._routes[key].reversed() if reverse else self._routes[key]
+        if x.shape[0] != route.num_in:
+            raise LengthsError(f"rank {self.rank}: expected {route.num_in} rows, got shape {tuple(x.shape)}")
+        return route
+
+    def head_route(self, bag: int, rank: int, heads: int, device: torch.device) -> Route:
+        """Of heads of tokens inside a bag; ``rank`` is that in the bag, ``heads`` are those of each rank."""
+        key = ("heads", heads, device)
+        if key not in self._routes:
+            num_ranks = len(self.routing.bag_id2gpu_ids[bag])
+            sizes = np.asarray(self.routing.chunk_table(bag), np.int64).reshape(-1, num_ranks)
+            own_rows, ranks = int(sizes[:, rank].sum()), np.arange(num_ranks)
+            schedule = make_exchange(
+                rank,
+                num_ranks,
+                send=Blocks.of(ranks * heads, own_rows, heads * num_ranks, heads, 1),
+                destination=ranks,
+                # The bag's sequences lie chunk after chunk; a chunk comes from its own rank.
+                receive=Blocks.of_rows(starts_of(sizes.ravel()) * heads, sizes.ravel() * heads),
+                source=np.tile(ranks, len(sizes)),
+                num_in=own_rows * heads * num_ranks,
+                is_local=num_ranks == 1,
+            )
+            self._routes[key] = Route.of(schedule, device)
+        return self._routes[key]
+
+
+def _width(x: Tensor) -> int:
+    """Elements of one row, with no row too."""
+    return int(torch.Size(x.shape[1:]).numel())
+
+
+def _warn_of_other_package() -> None:
+    """Say so where the published package is installed as well: both are imported as ``knapformer``."""
+    beside = (Path(__file__).parents[1] / OTHER_MODULE).exists()
+    others = [
+        found
+        for found in metadata.distributions(name="knapformer")
+        if any(file.as_posix() == f"knapformer/{OTHER_MODULE}" for file in found.files or [])
+    ]
+    if beside or others:
+        where = ", ".join(f"{found.metadata['Name']} {found.version}" for found in others) or "its files"
+        warnings.warn(
+            f"another package named knapformer is installed too ({where}); this is {Path(__file__).parents[1]}, "
+            f"version {__version__}. Uninstall one of them: which of the two is imported depends on the search path",
+            stacklevel=2,
+        )
+
+
+_warn_of_other_package()
