@@ -1,4 +1,4 @@
-"""The integration shown in docs/diffusers.md runs as it stands, on two ranks."""
+"""The integration shown in README.md and docs/diffusers.md runs as it stands, on two ranks."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ from launch import run_ranks
 
 from knapformer.adapters import FAMILIES
 
-DOC = Path(__file__).parents[2] / "docs/diffusers.md"
+ROOT = Path(__file__).parents[2]
 
 
-def example() -> str:
-    return DOC.read_text().split("```python\n")[1].split("```")[0]
+def examples() -> set[str]:
+    texts = ((ROOT / name).read_text() for name in ("README.md", "docs/diffusers.md"))
+    blocks = (block.split("```")[0] for text in texts for block in text.split("```python\n")[1:])
+    return {block for block in blocks if "balance(transformer" in block}
 
 
 def batch(ids: list[int]) -> SimpleNamespace:
@@ -43,15 +45,18 @@ def batch(ids: list[int]) -> SimpleNamespace:
     )
 
 
-def run(rank: int, _world_size: int, folder: str) -> tuple[float, int]:
+def run(rank: int, _world_size: int, folder: str, example: str) -> tuple[float, int]:
     names: dict[str, Any] = {"torch": torch, "name": folder, "loader": [batch([0, 1, 3] if rank == 0 else [2])]}
-    exec(example(), names)
+    exec(example, names)
     with_grad = [p for p in names["transformer"].parameters() if p.grad is not None]
     return float(names["loss"]), len(with_grad)
 
 
 def test_example_runs(tmp_path: Path) -> None:
-    assert len(example().splitlines()) <= 12
     flux().float().save_pretrained(tmp_path / "transformer")
-    found = run_ranks(run, 2, str(tmp_path), timeout_s=90, preload=["torch.distributed", *FAMILIES.values()])
-    assert all(loss > 0 and num_gradients > 50 for loss, num_gradients in found)
+    preload = ["torch.distributed", *FAMILIES.values()]
+    assert examples()
+    for example in examples():
+        assert len(example.splitlines()) <= 12
+        found = run_ranks(run, 2, str(tmp_path), example, timeout_s=90, preload=preload)
+        assert all(loss > 0 and num_gradients > 50 for loss, num_gradients in found)
