@@ -32,21 +32,31 @@ class Outcome:
 
 
 def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, preload: Sequence[str] = ()
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    preload: Sequence[str] = (),
+    backend: str = "gloo",
 ) -> list[Any]:
     """``function(rank, world_size, *args)`` on every rank; their results in order of rank.
 
     Raises:
         AssertionError: a rank raised or hung; with each rank's traceback or stack.
     """
-    outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s, preload=preload)
+    outcomes = try_ranks(function, world_size, *args, timeout_s=timeout_s, preload=preload, backend=backend)
     failures = [f"rank {r}: {o.failure}" for r, o in enumerate(outcomes) if o.failure or o.exitcode]
     assert not failures, "\n".join(failures)
     return [outcome.value for outcome in outcomes]
 
 
 def try_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 120, preload: Sequence[str] = ()
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float = 120,
+    preload: Sequence[str] = (),
+    backend: str = "gloo",
 ) -> list[Outcome]:
     """As ``run_ranks``, but ranks may fail: how each of them ended. A rank that hangs still fails the test.
 
@@ -57,7 +67,8 @@ def try_ranks(
         folder = Path(name)
         context = _context(preload)
         ranks = [
-            context.Process(target=_rank_main, args=(r, world_size, name, function, args)) for r in range(world_size)
+            context.Process(target=_rank_main, args=(r, world_size, name, backend, function, args))
+            for r in range(world_size)
         ]
         for process in ranks:
             process.start()
@@ -107,12 +118,16 @@ def _outcome(file: Path, process: Any) -> Outcome:
     return outcome
 
 
-def _rank_main(rank: int, world_size: int, folder: str, function: Callable[..., Any], args: Sequence[Any]) -> None:
+def _rank_main(
+    rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: Sequence[Any]
+) -> None:
     with open(f"{folder}/{rank}.stack", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         torch.set_num_threads(1)
         store = dist.FileStore(f"{folder}/store", world_size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        if backend != "gloo":
+            torch.accelerator.set_device_index(rank)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
         try:
             outcome = Outcome(value=function(rank, world_size, *args))
         except Exception as error:
