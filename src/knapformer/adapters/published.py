@@ -26,11 +26,12 @@ from knapformer.adapters.routing_plan import (
 )
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
-from knapformer.exchange import Channel, Route, exchange
+from knapformer.exchange import Channel, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
 from knapformer.lengths import Lengths, parse_local_lengths
 from knapformer.plan import Plan
 from knapformer.planners import make_plan
+from knapformer.routes import Route
 from knapformer.schedule import Blocks, RankTokens, make_exchange, starts_of, token_exchange
 from knapformer.topology import Topology
 from knapformer.version import __version__
