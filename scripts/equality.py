@@ -30,8 +30,8 @@ For each family, a small transformer with random weights in float64 is run sampl
 forward, and packed and balanced on 1, 2 and 4 ranks. {num_samples} samples of different resolutions, frames and text
 lengths are loaded unevenly; plans put any tokens and any attention tiles (heads and query rows) on any rank. Each
 figure is the largest ‖difference‖ / ‖reference‖ over all tensors of its kind: outputs of all samples, gradients of
-latents, text and pooled text, gradients of all parameters. The tests demand {tolerance:g}; `tests/adapters/test_families.py` has
-the negative controls.
+latents, text and pooled text, gradients of all parameters. The tests demand {tolerance:g};
+`tests/adapters/test_families.py` has the negative controls.
 
 Several layers of diffusers compute in float32 even in a float64 model. For the comparison these casts are left out on
 both sides; otherwise the table would show float32 rounding.

@@ -17,19 +17,22 @@ namespace knapformer {
 namespace {
 
 constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
-constexpr int32_t kSmallStep = 600;      // sequences and ranks up to which groups of several anchors are tried
+constexpr int32_t kContainerRanks = 64;  // ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kShares[] = {0.98, 0.7};
 constexpr int kRounds = 2;
-constexpr size_t kSettled = 8;
-constexpr size_t kSettledContainers = 3;
-constexpr size_t kImproved = 4;
+constexpr size_t kSettled = 12;
+constexpr size_t kSettledContainers = 5;
+constexpr size_t kImproved = 6;
 constexpr size_t kBreadth = 12;
+constexpr size_t kMergeBreadth = 12;
 constexpr int kClimbs = 12;
 constexpr int kRefineSteps = 400;
 constexpr int kImproveSteps = 300;
 constexpr double kGain = 1e-7;
+constexpr double kFarOff = 1.06;       // over the best makespan so far: not worth a second round
+constexpr double kLevelEnough = 1e-4;  // over the mean level: refined enough before the groups are solved
 
 bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const AnchorSize& x, const AnchorSize& y) {
@@ -65,13 +68,16 @@ Grouping Search::run() {
     return std::max(least, static_cast<size_t>(effort_ * static_cast<double>(full)));
   };
   std::vector<std::pair<double, Grouping>> settled;
+  double best_settled = std::numeric_limits<double>::infinity();
   for (int32_t container : containers()) {
     auto candidates = layouts(container);
     climb(candidates);
     candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
     for (const auto& candidate : candidates) {
-      Grouping grouping = settle(candidate);
+      if (!candidate.is_packed && candidate.promise_s >= best_settled) continue;
+      Grouping grouping = settle(candidate, best_settled);
       const double makespan = grouping.makespan_s();
+      best_settled = std::min(best_settled, makespan);
       settled.push_back({makespan, std::move(grouping)});
     }
   }
@@ -126,10 +132,10 @@ std::vector<Search::Layout> Search::layouts(int32_t container) {
   return found;
 }
 
-// Single ranks, and for all but large steps also pairs, fours and nodes.
+// Single ranks, and in small steps also pairs, fours and nodes.
 std::vector<int32_t> Search::containers() const {
   std::vector<int32_t> sizes{1};
-  if (static_cast<int32_t>(p_.lengths.size()) + p_.num_ranks > kSmallStep) return sizes;
+  if (effort_ < 1.0 || p_.num_ranks > kContainerRanks) return sizes;
   const int32_t node = largest_node(p_);
   for (int32_t size : {2, 4, node}) {
     if (size > sizes.back() && size <= node) sizes.push_back(size);
@@ -213,7 +219,7 @@ double Search::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
 
 // The level up to which fillers, poured in, fill the groups. Where that leaves a group more tokens than its caps hold (at the
 // fillers' mean work per token), the fillers are packed one by one instead, or, in large steps, the caps cut the pouring.
-double Search::fill_level(const Layout& layout) const {
+double Search::fill_level(Layout& layout) const {
   std::vector<Bin> bins = open_bins(layout.groups, layout.overhead_s);
   std::vector<double> size, base, most;
   double work = p_.total_work_s, tokens = 0.0, room = 0.0;
@@ -234,8 +240,9 @@ double Search::fill_level(const Layout& layout) const {
   bool overflow = false;
   for (size_t k = 0; k < size.size(); ++k) overflow = overflow || poured[k] > most[k];
   if (overflow && effort_ == 1.0) {
-    const bool packed = pack(bins, fillers(layout.groups)).empty();
-    return packed ? bins[Levels(bins).highest()].level() : std::numeric_limits<double>::infinity();
+    layout.is_packed = true;
+    const bool fits = pack(bins, fillers(layout.groups)).empty();
+    return fits ? bins[Levels(bins).highest()].level() : std::numeric_limits<double>::infinity();
   }
   if (overflow && room < work) return std::numeric_limits<double>::infinity();
   if (overflow) water_fill(work, base, size, most, poured);
@@ -256,8 +263,8 @@ void Search::climb(std::vector<Layout>& layouts) {
     for (size_t k = 0; k < layouts[0].sizes.size(); ++k) {
       const auto& slow = layouts[0].groups[layouts[0].slowest].anchors;
       const bool slowest = std::find(slow.begin(), slow.end(), layouts[0].sizes[k].sequence) != slow.end();
-      if (!slowest && k >= 4) continue;
-      for (int32_t step : {1, -1, 2}) {
+      if (!slowest && k >= 6) continue;
+      for (int32_t step : {1, -1, 2, 4}) {
         auto sizes = layouts[0].sizes;
         sizes[k].ranks += step;
         if (sizes[k].ranks < 2 || sizes[k].ranks > p_.num_ranks) continue;
@@ -274,7 +281,7 @@ void Search::climb(std::vector<Layout>& layouts) {
 }
 
 // Step 3.
-Grouping Search::settle(const Layout& layout) {
+Grouping Search::settle(const Layout& layout, double best_s) {
   Grouping best, now;
   now.groups = layout.groups;
   auto overhead = layout.overhead_s;
@@ -286,7 +293,7 @@ Grouping Search::settle(const Layout& layout) {
       best_makespan = makespan;
       best = now;
     }
-    if (now.groups.size() != overhead.size()) break;
+    if (now.groups.size() != overhead.size() || makespan > kFarOff * best_s) break;
     for (size_t k = 0; k < now.groups.size(); ++k) {
       double work = anchor_work(now.groups[k]);
       for (const auto& item : now.bins[k].items) work += item.work_s;
@@ -328,7 +335,12 @@ std::vector<Item> Search::fillers(const std::vector<Group>& groups) const {
 void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
   grouping.bins = open_bins(grouping.groups, overhead_s);
   const auto left = pack(grouping.bins, fillers(grouping.groups));
-  refine(grouping.bins, kRefineSteps, kBreadth, 0.0);
+  double load = 0.0, size = 0.0;
+  for (const auto& bin : grouping.bins) {
+    load += bin.load_s;
+    size += bin.size;
+  }
+  refine(grouping.bins, kRefineSteps, kBreadth, load / size * (1.0 + kLevelEnough));
   house(grouping, left);
   for (size_t k = 0; k < grouping.groups.size(); ++k) solve(grouping, k);
 }
@@ -434,7 +446,7 @@ bool Search::merge_groups(Grouping& grouping, const Levels& levels) {
   const double before = grouping.bins[worst].level() * (1.0 - kGain);
   size_t best = grouping.bins.size();
   double best_level = before;
-  for (size_t other : levels.lowest(kBreadth)) {
+  for (size_t other : levels.lowest(kMergeBreadth)) {
     Grouping pair{{grouping.groups[worst], grouping.groups[other]}, {grouping.bins[worst], grouping.bins[other]}};
     merge(pair, 0, 1);
     solve(pair, 0);

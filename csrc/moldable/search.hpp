@@ -32,7 +32,8 @@ class Search {
     std::vector<Group> groups;
     std::vector<double> overhead_s;  // (groups) rank time beyond work, anchors alone
     double promise_s = 0.0;
-    size_t slowest = 0;  // group
+    size_t slowest = 0;      // group
+    bool is_packed = false;  // the promise is that of fillers packed under caps, which settling often beats
   };
 
   double expected_makespan() const;
@@ -40,13 +41,13 @@ class Search {
   std::vector<int32_t> containers() const;
   Layout promise(std::vector<AnchorSize> sizes, int32_t container);
   double alone_s(const Group& group);
-  double fill_level(const Layout& layout) const;
+  double fill_level(Layout& layout) const;
   double heaviest_filler_s(const std::vector<AnchorSize>& anchors) const;
   void climb(std::vector<Layout>& layouts);
 
   std::vector<Bin> open_bins(const std::vector<Group>& groups, const std::vector<double>& overhead_s) const;
   std::vector<Item> fillers(const std::vector<Group>& groups) const;
-  Grouping settle(const Layout& layout);
+  Grouping settle(const Layout& layout, double best_s);
   void fill(Grouping& grouping, const std::vector<double>& overhead_s);
   void house(Grouping& grouping, const std::vector<Item>& left);
   void solve(Grouping& grouping, size_t k);

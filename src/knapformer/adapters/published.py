@@ -148,7 +148,8 @@ class SequenceBalancer:
             ConfigurationError: heads that cannot be divided over the bag.
         """
         lengths = [sum(chunks) for chunks in self._current.routing.chunk_table(self._bag)]
-        return self._int32(lengths, q), *self._exchange_heads((q, k, v), reverse=False)
+        q, k, v = self._exchange_heads((q, k, v), reverse=False)
+        return self._int32(lengths, q), q, k, v
 
     def post_attn(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Attention's output back to own chunks and all heads: the inverse of ``pre_attn``.
@@ -160,7 +161,8 @@ class SequenceBalancer:
             Lengths int32 of this rank's chunks, and x (T, heads, D).
         """
         lengths = self._current.routing.gpu_id2chunk_lens[self.this_gpu_id]
-        return self._int32(lengths, x), *self._exchange_heads((x,), reverse=True)
+        (x,) = self._exchange_heads((x,), reverse=True)
+        return self._int32(lengths, x), x
 
     def get_routing_plan_summary(self) -> dict[str, Any]:
         """The last plan as a dictionary."""
@@ -202,8 +204,8 @@ class SequenceBalancer:
             count = len(self.tracked_tflops)
             before, after = sum(self.tracked_imbalances) / count, sum(self.tracked_balance_imbalances) / count
             print(
-                f"{count} steps: {sum(self.tracked_tflops):.4g} TFLOPs, most over mean work per GPU {before:.3f} without "
-                f"balancing, {after:.3f} with"
+                f"{count} steps: {sum(self.tracked_tflops):.4g} TFLOPs, most over mean work per GPU {before:.3f} "
+                f"without balancing, {after:.3f} with"
             )
 
     def __getattr__(self, name: str) -> Any:
@@ -289,8 +291,8 @@ class _Step:
         key = ("rows", x.device)
         if key not in self._routes:
             own = self.plan.segment_rank == self.rank
-            columns = (self.plan.segment_sequence, self.plan.segment_start, self.plan.segment_end)
-            tokens = RankTokens(*(column[own] for column in columns), num_whole=0)
+            plan = self.plan
+            tokens = RankTokens(plan.segment_sequence[own], plan.segment_start[own], plan.segment_end[own], num_whole=0)
             self._routes[key] = Route.of(token_exchange(self.plan, self.lengths, tokens, self.rank), x.device)
         route = self._routes[key].reversed() if reverse else self._routes[key]
         if x.shape[0] != route.num_in:
@@ -335,8 +337,8 @@ def _warn_of_other_package() -> None:
     if beside or others:
         where = ", ".join(f"{found.metadata['Name']} {found.version}" for found in others) or "its files"
         warnings.warn(
-            f"another package named knapformer is installed too ({where}); this is {Path(__file__).parents[1]}, version "
-            f"{__version__}. Uninstall one of them: which of the two is imported depends on the search path",
+            f"another package named knapformer is installed too ({where}); this is {Path(__file__).parents[1]}, "
+            f"version {__version__}. Uninstall one of them: which of the two is imported depends on the search path",
             stacklevel=2,
         )
 

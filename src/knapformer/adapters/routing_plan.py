@@ -148,7 +148,7 @@ def _bags(topology: Topology, gpus: Sequence[int]) -> dict[int, list[int]]:
 def _chunks(
     plan: Plan, bags: dict[int, list[int]], bag_of: dict[int, int]
 ) -> tuple[list[tuple[int, int, int]], dict[int, int]]:
-    """(sequence, GPU, length) of each chunk, and the bag of each sequence. An empty sequence stays in its home's bag."""
+    """(sequence, GPU, length) of each chunk, and the bag of each sequence. An empty sequence stays in its home's."""
     chunks, assigned = [], {}
     for sequence in range(plan.num_sequences):
         placement = plan.placement(sequence)

@@ -11,8 +11,8 @@ from knapformer.bench.workloads import parse_codes
 from knapformer.errors import ConfigurationError
 from knapformer.topology import Topology, uniform_topologies
 
-DEMO_CODES = "g1b1i512f4s0,g1b5i128f1s0"
-"""One video of 4096 visual tokens, then five images of 64: the video alone outweighs the mean of the two ranks."""
+DEMO_CODES = "g1b1i512f4s0,g1b8i128f1s0"
+"""One video of 4096 visual tokens, then eight images of 64: the video alone outweighs the mean of the two ranks."""
 
 DTYPES = ("float32", "float64", "bfloat16")
 CHECKPOINTS = ("none", "block", "attention")

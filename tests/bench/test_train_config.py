@@ -40,7 +40,7 @@ def test_default_planners(num_ranks, expected):
 def test_the_demo_holds_a_sequence_that_is_heavier_than_the_mean_load():
     """So that moving whole sequences cannot balance it, at γ of 0.6 as of 1.3."""
     settings = TrainConfig(planners=default_planners(2))
-    model = make_config(num_heads=settings.num_heads, head_width=32, num_double_blocks=1, num_single_blocks=3)
+    model = make_config(num_heads=settings.num_heads, head_width=32, num_double_blocks=1, num_single_blocks=1)
     cost = cost_template(model, recompute=False, bytes_per_element=4, ranks_per_node=2)
     video, images = parse_codes(DEMO_CODES)
     lengths = [video.visual_tokens, *[images.visual_tokens + settings.max_text_tokens] * images.batch_size]

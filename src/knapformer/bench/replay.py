@@ -1,0 +1,179 @@
+"""Run every rank's share of a plan with real kernels on one device, one rank after another.
+
+This tests what all planning rests on: that a rank's time follows from the lengths it is given. What would come from
+other ranks is stood in for by rows of its own, copied once where an exchange would unpack them. Communication is
+therefore not measured; where a makespan needs it, it is the cost model's.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from rich.table import Table
+from torch import Tensor
+from torch.autograd import Function
+
+from knapformer.attend import BalancedAttention
+from knapformer.attention_schedule import attention_schedule
+from knapformer.bench.runner import ModelRunner, seconds_of
+from knapformer.cost import CostModel
+from knapformer.errors import ConfigurationError
+from knapformer.exchange import Channel
+from knapformer.plan import Plan
+from knapformer.planners import evaluate
+from knapformer.schedule import RankTokens
+
+SCHEMA = "knapformer.replay/1"
+
+
+class ReplayAttention(BalancedAttention):
+    """A rank's attention with other ranks' rows stood in for."""
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
+        num_whole = self.cu_whole[-1]
+        whole = self._whole(q[:num_whole], k[:num_whole], v[:num_whole], scale, causal)
+        if self.schedule.is_local:
+            return whole
+        width = q.shape[-1]
+        tiles = tuple(
+            _StandIn.apply(x[num_whole:].reshape(-1, width), route.num_out)
+            for x, route in ((q, self.queries), (k, self.keys), (v, self.keys))
+        )
+        split = _StandIn.apply(self._tiles(tiles, scale, causal), self.queries.num_in)
+        return torch.cat([whole, split.view(-1, self.num_heads, width)])
+
+
+class _StandIn(Function):
+    """(units, width) to another number of units, both ways: the first ones, over and over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_out: int) -> Tensor:
+        ctx.num_in = x.shape[0]
+        return _cycled(x, num_out)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _cycled(gradient, ctx.num_in), None
+
+
+def _cycled(x: Tensor, count: int) -> Tensor:
+    if x.shape[0] == 0 or count == 0:
+        return x.new_zeros(count, x.shape[1])
+    return x.index_select(0, torch.arange(count, device=x.device) % x.shape[0])
+
+
+def rank_share(plan: Plan, rank: int, runner: ModelRunner) -> Callable[[], None]:
+    """Forward and backward over what ``plan`` gives ``rank``."""
+    tokens = RankTokens.of(plan, rank)
+    heads = runner.config.num_heads
+    attention = ReplayAttention(
+        attention_schedule(plan.with_heads(heads, heads), tokens, rank),
+        Channel(None, rank),
+        runner.device,
+        num_heads=heads,
+        num_kv_heads=heads,
+    )
+    lengths = tokens.sequence_tokens.tolist()
+    return lambda: runner.train(lengths, attention)
+
+
+def replay(
+    plans: Mapping[str, Plan],
+    cost: CostModel,
+    runner: ModelRunner,
+    *,
+    t0_s: float = 0.0,
+    repeats: int = 3,
+    on_rank: Callable[[], None] = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Time every rank of every plan, interleaved, and compare with the prediction.
+
+    Args:
+        plans: of the same ranks, by name; cut over other heads, they get the model's in proportion.
+        cost: the prediction, of a layer of ``runner``'s stand-in.
+        runner: what runs.
+        t0_s: constant of the fit, part of every rank's prediction.
+        repeats: medians are over so many.
+        on_rank: called after each measurement.
+
+    Returns:
+        For each plan what ``_summary`` says.
+
+    Raises:
+        ConfigurationError: the plans are for different numbers of ranks.
+    """
+    worlds = {plan.world_size for plan in plans.values()}
+    if len(worlds) != 1:
+        raise ConfigurationError(f"replayed plans must have the same ranks, got {sorted(worlds)}")
+    heads = runner.config.num_heads
+    plans = {name: plan.with_heads(heads, heads) for name, plan in plans.items()}
+    (num_ranks,) = worlds
+    shares = {name: [rank_share(plan, rank, runner) for rank in range(num_ranks)] for name, plan in plans.items()}
+    times: dict[str, list[list[float]]] = {name: [[] for _ in range(num_ranks)] for name in plans}
+    next(iter(shares.values()))[0]()
+    for _ in range(repeats):
+        for rank in range(num_ranks):
+            for name, runs in shares.items():
+                times[name][rank].append(seconds_of(runs[rank], runner.device))
+                on_rank()
+    return {name: _summary(plans[name], cost, t0_s, times[name]) for name in plans}
+
+
+def _summary(plan: Plan, cost: CostModel, t0_s: float, times: Sequence[Sequence[float]]) -> dict[str, Any]:
+    """Measured and predicted seconds of each rank's computing, and what follows from them."""
+    evaluation = evaluate(plan, cost)
+    passes = cost.num_layers * cost.pass_factor
+    measured = [statistics.median(rank) for rank in times]
+    predicted = [t0_s + passes * busy for busy in evaluation.rank_busy_s.tolist()]
+    errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
+    predicted_mean = statistics.fmean(predicted)
+    return {
+        "planner": plan.planner,
+        "num_split": evaluation.num_split,
+        "rank_tokens": evaluation.rank_tokens.tolist(),
+        "measured_s": measured,
+        "predicted_s": predicted,
+        "mape": statistics.fmean(map(abs, errors)),
+        "worst_error": max(errors, key=abs),
+        "measured_discrepancy": max(measured) / statistics.fmean(measured) - 1,
+        "predicted_discrepancy": max(predicted) / predicted_mean - 1,
+        "measured_busiest_s": max(measured),
+        "predicted_busiest_s": max(predicted),
+        "predicted_step_s": t0_s + evaluation.step_time_s,
+        "repeat_spread": statistics.fmean((max(t) - min(t)) / statistics.median(t) for t in times),
+    }
+
+
+def replay_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
+    """A row for each plan."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("plan", no_wrap=True)
+    columns = (
+        "busiest rank s",
+        "predicted s",
+        "discrepancy",
+        "predicted",
+        "MAPE of ranks",
+        "worst",
+        "split",
+        "speed-up",
+    )
+    for name in columns:
+        table.add_column(name, justify="right")
+    first = next(iter(results.values()))["measured_busiest_s"]
+    for name, row in results.items():
+        table.add_row(
+            name,
+            f"{row['measured_busiest_s']:.3f}",
+            f"{row['predicted_busiest_s']:.3f}",
+            f"{100 * row['measured_discrepancy']:.1f} %",
+            f"{100 * row['predicted_discrepancy']:.1f} %",
+            f"{100 * row['mape']:.1f} %",
+            f"{100 * row['worst_error']:+.1f} %",
+            f"{row['num_split']}",
+            f"{first / row['measured_busiest_s']:.2f}",
+        )
+    return table

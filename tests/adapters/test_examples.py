@@ -1,0 +1,103 @@
+"""The examples run under torchrun and learn, on one node and on two agents over loopback; so do the recipes."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("diffusers")
+pytest.importorskip("peft")
+
+ROOT = Path(__file__).parents[2]
+STEP = re.compile(r"step (\d+) loss ([\d.]+) sequences split (\d+)")
+TIMEOUT_S = 150
+
+
+def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    ours = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = os.environ | ours | variables
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(*agents: subprocess.Popen[str]) -> list[list[tuple[int, float, int]]]:
+    """(step, loss, split sequences) as printed by each agent."""
+    try:
+        outputs = [agent.communicate(timeout=TIMEOUT_S)[0] for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert all(agent.returncode == 0 for agent in agents), "\n".join(outputs)
+    return [[(int(i), float(loss), int(split)) for i, loss, split in STEP.findall(output)] for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["flux_fsdp2", "wan_lora"])
+def test_example(name: str) -> None:
+    path = ROOT / "examples" / f"{name}.py"
+    assert len(path.read_text().splitlines()) < 80
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    (steps,) = finish(start([*torchrun, str(path), "--steps", "20"], {}))
+    losses = [loss for _, loss, _ in steps]
+    assert [i for i, _, _ in steps] == list(range(20))
+    assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
+    assert all(split > 0 for _, _, split in steps)
+
+
+def free_port() -> str:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return str(free.getsockname()[1])
+
+
+def test_slurm_script_on_two_nodes(tmp_path: Path) -> None:
+    """One torchrun agent per node; both are this machine, and Slurm's commands are stand-ins."""
+    for name, text in {
+        "scontrol": "echo 127.0.0.1; echo other-node",
+        "srun": 'for node in 1 0; do SLURM_NODEID=$node "$@" & done; wait -n && wait -n',
+        "torchrun": f'exec {sys.executable} -m torch.distributed.run "$@"',
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {"SLURM_JOB_NODELIST": "node[0-1]", "SLURM_NNODES": "2", "MASTER_PORT": free_port()}
+    command = ["bash", str(ROOT / "examples/launch/slurm.sh"), str(ROOT / "examples/wan_lora.py"), "--steps", "3"]
+    (steps,) = finish(start(command, slurm | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}))
+    assert [i for i, _, _ in steps] == [0, 1, 2] and all(split > 0 for _, _, split in steps)
+
+
+def test_pytorchjob_on_two_nodes(tmp_path: Path) -> None:
+    """The manifest's command with the variables that the training operator sets in each pod."""
+    manifest = yaml.safe_load((ROOT / "examples/launch/pytorchjob.yaml").read_text())
+    replicas = manifest["spec"]["pytorchReplicaSpecs"]
+    containers = [replicas[kind]["template"]["spec"]["containers"][0] for kind in ("Master", "Worker")]
+    limits = [container["resources"]["limits"]["nvidia.com/gpu"] for container in containers]
+    assert limits == [int(manifest["spec"]["nprocPerNode"])] * 2
+    script = tmp_path / "plan.py"
+    script.write_text(PLAN_A_STEP)
+    agents = []
+    port = free_port()
+    for node, container in enumerate(containers):
+        assert container["command"][0] == "torchrun"
+        assert (ROOT / "examples" / Path(container["command"][1]).name).exists()
+        pet = {"NNODES": "2", "NODE_RANK": str(node), "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1"}
+        pet = {f"PET_{name}": value for name, value in (pet | {"MASTER_PORT": port}).items()}
+        agents.append(start([sys.executable, "-m", "torch.distributed.run", str(script)], pet))
+    assert finish(*agents) == [[(0, 7.0, 2)], []]
+
+
+PLAN_A_STEP = """
+import torch.distributed as dist
+from knapformer import Balancer
+dist.init_process_group("gloo")
+step = Balancer(planner="ulysses").prepare([[3], [4]][dist.get_rank()])
+if step.rank == 0:
+    print(f"step 0 loss {float(step.lengths.num_tokens)} sequences split {int(step.plan.is_split.sum())}", flush=True)
+dist.destroy_process_group()
+"""
