@@ -23,19 +23,24 @@ class Units:
         count: how many.
         runs: their starts and counts, where they are few and long.
         index: (count,) int64, where they are not.
+        span: start and count, where they are one piece, which then need not be copied to be sent or received.
     """
 
     count: int
     runs: tuple[tuple[int, int], ...] | None
     index: Tensor | None
+    span: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, blocks: Blocks, device: torch.device) -> Units:
         count = blocks.num_units
-        inner, is_run = blocks.inner, (blocks.outer == 1) & (blocks.inner_stride == 1)
-        if device.type == "cpu" and len(inner) * MIN_RUN_UNITS <= count and is_run.all():
-            return cls(count, tuple(zip(blocks.start.tolist(), inner.tolist(), strict=True)), None)
-        return cls(count, None, expand(blocks, device))
+        start, inner = blocks.start, blocks.inner
+        are_runs = bool(((blocks.outer == 1) & (blocks.inner_stride == 1)).all())
+        is_span = are_runs and np.array_equal(start[1:], start[:-1] + inner[:-1])
+        span = (int(start[0]) if len(start) else 0, count) if is_span else None
+        if device.type == "cpu" and len(inner) * MIN_RUN_UNITS <= count and are_runs:
+            return cls(count, tuple(zip(start.tolist(), inner.tolist(), strict=True)), None, span)
+        return cls(count, None, expand(blocks, device), span)
 
     def split(self, counts: Sequence[int]) -> list[Units]:
         """The first ``counts[0]`` of them, and so on; runs end where parts do."""
@@ -48,6 +53,14 @@ class Units:
                 own.append(next(runs))
             parts.append(Units(count, tuple(own), None))
         return parts
+
+    def bytes_of(self, x: Tensor) -> Tensor | None:
+        """The units of ``x`` (units, width) as flat uint8 of the same memory, where they are one piece."""
+        if self.span is None or not x.is_contiguous():
+            return None
+        (start, count), width = self.span, x.shape[1]
+        # as_strided, because a single number may have any stride.
+        return x.as_strided((count * width,), (1,), x.storage_offset() + start * width).view(torch.uint8)
 
     def take(self, x: Tensor, out: Tensor) -> None:
         """Copy the units of ``x`` into ``out`` (count, width)."""
