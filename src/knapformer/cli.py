@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from knapformer import cli_predict
+from knapformer import cli_planners, cli_predict
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.lengths import Lengths, read_lengths
@@ -42,6 +42,7 @@ Out = Annotated[Path | None, typer.Option("--output", "-o", help="File to write.
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 cli_predict.register(app)
+cli_planners.register(app)
 
 DEMO_FILE, BENCH_FILE = Path("runs/demo.json"), Path("runs/bench.json")
 
