@@ -88,6 +88,7 @@ def plan(
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None,
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
     as_json: AsJson = False,
+    picture: Annotated[Path | None, typer.Option(help="SVG file for the tables as they are printed.")] = None,
     output: Out = None,
 ) -> None:
     """Place the sequences of one step and say what that would gain."""
@@ -109,10 +110,12 @@ def plan(
         return
     from knapformer.report.grid import plan_table
 
-    console = Console()
+    console = Console(record=picture is not None)
     home = evaluate(make_plan(step_lengths, planner="home", cost=model_cost, max_tokens_per_rank=None), model_cost)
     console.print(_summary_table(summary, home.makespan_s))
     console.print(plan_table(result, evaluation, width=console.width))
+    if picture is not None:
+        console.save_svg(str(picture), title=f"knapformer plan {lengths.name} --planner {planner}")
 
 
 @app.command()
