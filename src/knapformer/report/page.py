@@ -109,11 +109,11 @@ def load_figure(result: Mapping[str, Any]) -> dict[str, Any]:
     even = statistics.fmean(bars[0]["y"])  # type: ignore[type-var]
     line = {"color": _RED, "width": 2, "dash": "dash"}
     shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even, "line": line}
+    nowhere = {"type": "scatter", "x": [None], "y": [None]}
     legend = [
-        {"type": "scatter", "x": [None], "y": [None], "name": "cost model", **shown},
-        {"type": "scatter", "x": [None], "y": [None], "mode": "lines", "name": "lower bound", "line": line},
+        {**nowhere, "name": "cost model", **shown, "showlegend": True},
+        {**nowhere, "name": "lower bound", "mode": "lines", "line": line},
     ]
-    legend[0]["showlegend"] = True
     layout = _layout("busy, s", barmode="group", scattermode="group", shapes=[shape])
     return {"data": [*bars, *predictions, *legend], "layout": layout}
 
