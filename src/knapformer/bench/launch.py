@@ -63,10 +63,12 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
     if given is not None:
         if num_ranks not in (None, given):
             raise ConfigurationError(f"torchrun started {given} ranks, but {num_ranks} are asked for")
+        config.check_ranks(given)
         return _rank(int(os.environ["RANK"]), given, "env://", config)
     num_ranks = default_num_ranks() if num_ranks is None else num_ranks
     if num_ranks < 1:
         raise ConfigurationError(f"needs at least one rank, got {num_ranks}")
+    config.check_ranks(num_ranks)
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise ConfigurationError(f"{num_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
