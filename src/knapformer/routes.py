@@ -92,13 +92,14 @@ class Units:
 
 def move(x: Tensor, taken: Units, out: Tensor, given: Units) -> None:
     """Copy units of one tensor to units of another, as many."""
-    if taken.runs is None or given.runs is None:
-        part = x.new_empty(taken.count, x.shape[1])
-        taken.take(x, part)
-        given.put(part, out)
+    sources, targets = taken.runs or (), given.runs or ()
+    if [count for _, count in sources] == [count for _, count in targets] and taken.index is given.index is None:
+        for (source, count), (target, _) in zip(sources, targets, strict=True):
+            out.narrow(0, target, count).copy_(x.narrow(0, source, count))
         return
-    for (source, count), (target, _) in zip(taken.runs, given.runs, strict=True):
-        out.narrow(0, target, count).copy_(x.narrow(0, source, count))
+    part = x.new_empty(taken.count, x.shape[1])
+    taken.take(x, part)
+    given.put(part, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,14 +157,21 @@ class Route:
 
 
 def expand(blocks: Blocks, device: torch.device) -> Tensor:
-    """(units,) int64 index of every unit of the blocks, computed on ``device``."""
+    """(units,) int64 index of every unit of the blocks; an accelerator computes it from the blocks' columns."""
     block = np.repeat(np.arange(len(blocks.outer)), blocks.outer)
     outer = np.arange(len(block)) - np.repeat(starts_of(blocks.outer), blocks.outer)
     counts, stride = blocks.inner[block], blocks.inner_stride[block]
     base = blocks.start[block] + outer * blocks.outer_stride[block] - starts_of(counts) * stride
-    table = torch.from_numpy(np.stack([base, stride, counts])).to(device, non_blocking=True)
-    run = torch.repeat_interleave(table[2], output_size=blocks.num_units)
-    index, unit = table[0].index_select(0, run), torch.arange(blocks.num_units, device=device)
-    if (stride == stride[:1]).all():
-        return index.add_(unit, alpha=int(stride[0]) if len(stride) else 1)
-    return index.addcmul_(unit, table[1].index_select(0, run))
+    if device.type == "cpu":
+        step = stride[0] if len(stride) and (stride == stride[0]).all() else np.repeat(stride, counts)
+        return torch.from_numpy(np.repeat(base, counts) + np.arange(blocks.num_units) * step)
+    return expand_there(
+        torch.from_numpy(np.stack([base, stride, counts])).to(device, non_blocking=True), blocks.num_units
+    )
+
+
+def expand_there(table: Tensor, num_units: int) -> Tensor:
+    """(units,) int64 from (3, runs): where a run would start if it began with unit 0, its stride, and its units."""
+    run = torch.repeat_interleave(table[2], output_size=num_units)
+    unit = torch.arange(num_units, device=table.device)
+    return table[0].index_select(0, run).addcmul_(unit, table[1].index_select(0, run))
