@@ -34,7 +34,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def planner_table(title: str, rows: Mapping[str, Mapping[str, Any]], width: int = WIDE) -> Table:
-    """One comparison, a planner a row; the fastest is bold. Where there is little width, the columns that matter most."""
+    """One comparison, a planner a row; the fastest is bold. A narrow one has the columns that matter most."""
     shown = [at for at, (name, _) in enumerate(COLUMNS) if width >= WIDE or name in NARROW_COLUMNS]
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("planner", no_wrap=True)
