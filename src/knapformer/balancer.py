@@ -15,15 +15,15 @@ from torch import Tensor
 from knapformer.attend import BalancedAttention, as_one_dtype
 from knapformer.attention_schedule import attention_schedule
 from knapformer.cost import CostModel
-from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, PlanError, RankError
+from knapformer.errors import ConfigurationError, LengthsError, PlanError
 from knapformer.exchange import Channel, Meter, exchange
-from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
-from knapformer.kernels import choose_kernel
+from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
+from knapformer.kernels import KERNELS, choose_kernel
 from knapformer.lengths import IntArray, Lengths, parse_local_lengths
-from knapformer.micro_batches import MicroBatch, join_local, split_micro_batches
+from knapformer.micro_batches import MicroBatch, parse_micro_batches, split_micro_batches
 from knapformer.plan import Plan
 from knapformer.planners import Evaluation, evaluate, make_plan
-from knapformer.planners.problem import Caps
+from knapformer.planners.problem import Caps, as_topology
 from knapformer.routes import Route
 from knapformer.schedule import Exchange, RankTokens, conditioning_exchange, token_exchange, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
@@ -70,16 +70,16 @@ class Balancer:
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.planner = planner
-        self.topology, error = None, None
+        self.topology, error = Topology(), None
         try:
-            self.topology = Topology.parse(topology) if isinstance(topology, str) else topology
-        except ConfigurationError as wrong_topology:
-            error = wrong_topology
+            self.topology = as_topology(topology)
+            _check_arguments(self.cost, planner, kernel)
+        except ConfigurationError as wrong_argument:
+            error = wrong_argument
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_kv_heads = num_kv_heads
         self.kernel, self.overlap = kernel, overlap
-        bag_ranks = self.topology.num_ranks if self.topology is not None and self.topology.bag_sizes else None
-        self.group = BalancingGroup.create(group, bag_ranks, error)
+        self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error)
         self.channel = Channel(self.group.data, self.group.rank, meter)
 
     def prepare(
@@ -106,7 +106,7 @@ class Balancer:
             LengthsError, ConfigurationError, CapacityError, RankError, DisagreementError: a bad input on one rank,
                 naming it; the same on all ranks, before any token moves.
         """
-        local = _local_input(lengths, num_rows, error, conditioning)
+        local = LocalInput.collect(lambda: parse_local_lengths(lengths), num_rows, error, conditioning)
         everywhere, rows = gather_inputs(self.group, local, self._fingerprint())
         (plan,) = self._agree(lambda: [everywhere])
         return Step(self, plan, everywhere, rows)
@@ -135,7 +135,7 @@ class Balancer:
         Raises:
             LengthsError, ConfigurationError, CapacityError, RankError, DisagreementError: as ``prepare``.
         """
-        local = _local_input(micro_batches, None, error, conditioning, parse=_parse_micro_batches)
+        local = LocalInput.collect(lambda: parse_micro_batches(micro_batches), None, error, conditioning)
         count = len(micro_batches) if isinstance(micro_batches, Sequence) else 0
         everywhere, rows = gather_inputs(self.group, local, {**self._fingerprint(), "micro_batches": count})
         parts: list[MicroBatch] = []
@@ -155,15 +155,16 @@ class Balancer:
 
     def _agree(self, make_lengths: Callable[[], list[Lengths]]) -> list[Plan]:
         """Plan, and check that all ranks made the same plans. Every rank of the group calls it."""
-        plans, failure = [], None
+        plans: list[Plan] = []
+        digest, failure = None, None
         try:
             for lengths in make_lengths():
                 plans.append(self.plan(lengths))
                 if not plans[-1].places(lengths):
                     raise PlanError(f"the planner gave a plan for other lengths or ranks: {plans[-1]}")
+            digest = hashlib.sha256(b"".join(plan.digest() for plan in plans)).digest()
         except Exception as planning_error:  # whatever it is, the other ranks wait
-            failure = _carried(planning_error)
-        digest = None if failure else hashlib.sha256(b"".join(plan.digest() for plan in plans)).digest()
+            failure = carried(planning_error)
         agree_on_plan(self.group, digest, failure)
         return plans
 
@@ -184,13 +185,12 @@ class Balancer:
     def _fingerprint(self) -> dict[str, Any]:
         """What must be the same on all ranks, as JSON."""
         planner = self.planner if isinstance(self.planner, str) else getattr(self.planner, "__qualname__", "callable")
-        caps = self.max_tokens_per_rank
         return {
             "version": __version__,
             "planner": planner,
-            "topology": None if self.topology is None else [str(self.topology), self.topology.ranks_per_node],
+            "topology": [str(self.topology), self.topology.ranks_per_node],
             "cost": self.cost.to_dict(),
-            "max_tokens_per_rank": caps if caps is None or isinstance(caps, int | str) else list(caps),
+            "max_tokens_per_rank": self.max_tokens_per_rank,
             "num_kv_heads": self.num_kv_heads,
             "group_size": self.group.size,
         }
@@ -230,6 +230,7 @@ class Step:
 
     @property
     def num_ranks(self) -> int:
+        """Ranks of the balancing group."""
         return self.plan.world_size
 
     @property
@@ -385,37 +386,10 @@ class Step:
         return self._rows[name]
 
 
-def _local_input(
-    lengths: Any,
-    num_rows: int | None,
-    error: BaseException | None,
-    conditioning: Mapping[str, Any] | None,
-    parse: Callable[[Any], dict[str, IntArray]] = parse_local_lengths,
-) -> LocalInput:
-    """Everything that can be wrong on this rank alone, as an error that is carried to all ranks."""
-    try:
-        if error is not None:
-            raise RankError(f"{type(error).__name__}: {error}")
-        streams = parse(lengths)
-        num_tokens = sum(int(part.sum()) for part in streams.values())
-        if num_rows is not None and num_tokens != num_rows:
-            raise LengthsError(f"the lengths sum to {num_tokens} tokens, the tensors have {num_rows} rows")
-        count = len(next(iter(streams.values())))
-        rows = parse_local_lengths(conditioning) if conditioning else {}
-        for name, part in rows.items():
-            if len(part) != count:
-                raise LengthsError(f"conditioning {name!r} lists {len(part)} sequences, the lengths {count}")
-        return LocalInput(streams, rows)
-    except Exception as failure:  # whatever it is, the other ranks wait
-        return LocalInput({}, {}, _carried(failure))
-
-
-def _parse_micro_batches(micro_batches: Any) -> dict[str, IntArray]:
-    if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str | bytes):
-        raise LengthsError(f"micro-batches must be a list with the lengths of each, got {micro_batches!r}")
-    return join_local([parse_local_lengths(lengths) for lengths in micro_batches])
-
-
-def _carried(error: Exception) -> KnapFormerError:
-    """As an error that can be raised on other ranks."""
-    return error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
+def _check_arguments(cost: Any, planner: Any, kernel: Any) -> None:
+    if not isinstance(cost, CostModel):
+        raise ConfigurationError(f"cost must be a CostModel, got {cost!r}")
+    if not isinstance(planner, str) and not callable(planner):
+        raise ConfigurationError(f"planner must be a name or a function, got {planner!r}")
+    if kernel not in ("auto", *KERNELS):
+        raise ConfigurationError(f"unknown attention kernel {kernel!r}; known: auto, {', '.join(KERNELS)}")

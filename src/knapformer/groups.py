@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from knapformer.errors import (
     PlanError,
     RankError,
 )
-from knapformer.lengths import IntArray, Lengths
+from knapformer.lengths import IntArray, Lengths, parse_local_lengths
 
 _ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError)
 
@@ -135,6 +135,41 @@ class LocalInput:
     conditioning: Mapping[str, IntArray]
     error: KnapFormerError | None = None
 
+    @classmethod
+    def collect(
+        cls,
+        parse: Callable[[], dict[str, IntArray]],
+        num_rows: int | None,
+        error: BaseException | None,
+        conditioning: Mapping[str, Any] | None,
+    ) -> LocalInput:
+        """Everything that can be wrong on this rank alone, as an error that is carried to all ranks.
+
+        Args:
+            parse: gives the streams, or raises.
+            num_rows, error, conditioning: see ``knapformer.Balancer.prepare``.
+        """
+        try:
+            if error is not None:
+                raise RankError(f"{type(error).__name__}: {error}")
+            streams = parse()
+            num_tokens = sum(int(part.sum()) for part in streams.values())
+            if num_rows is not None and num_tokens != num_rows:
+                raise LengthsError(f"the lengths sum to {num_tokens} tokens, the tensors have {num_rows} rows")
+            count = len(next(iter(streams.values())))
+            rows = parse_local_lengths(conditioning) if conditioning else {}
+            for name, part in rows.items():
+                if len(part) != count:
+                    raise LengthsError(f"conditioning {name!r} lists {len(part)} sequences, the lengths {count}")
+            return cls(streams, rows)
+        except Exception as failure:  # whatever it is, the other ranks wait
+            return cls({}, {}, carried(failure))
+
+
+def carried(error: Exception) -> KnapFormerError:
+    """As an error that can be raised on other ranks."""
+    return error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
+
 
 def gather_inputs(
     group: BalancingGroup, local: LocalInput, configuration: Mapping[str, Any]
@@ -169,7 +204,7 @@ def _agree(
     headers = _all_gather(group, np.asarray(header, np.int64))
     if headers[:, 2].any() or (headers[:, :2] != headers[0, :2]).any():
         content = {"configuration": configuration, "names": names, "error": _error_dict(error)}
-        raise _disagreement(group, json.dumps(content).encode())
+        raise _disagreement(group, json.dumps(content, default=_plain).encode())
     numbers: list[int] = headers[:, 3].tolist()
     return numbers
 
@@ -257,4 +292,14 @@ def _error_dict(error: KnapFormerError | None) -> list[str] | None:
 
 def _hash(content: Any) -> int:
     """63 bits that are the same on every machine."""
-    return int.from_bytes(hashlib.sha256(json.dumps(content, sort_keys=True).encode()).digest()[:8], "little") >> 1
+    return (
+        int.from_bytes(
+            hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).digest()[:8], "little"
+        )
+        >> 1
+    )
+
+
+def _plain(value: Any) -> Any:
+    """What JSON holds of anything else; a rank that could not say what it has would leave the others waiting."""
+    return value.tolist() if hasattr(value, "tolist") else repr(value)

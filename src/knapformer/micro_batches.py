@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from knapformer.cost import CostModel
-from knapformer.errors import CapacityError, ConfigurationError
-from knapformer.lengths import IntArray, Lengths
+from knapformer.errors import CapacityError, ConfigurationError, LengthsError
+from knapformer.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.planners.problem import AUTO_CAP, Caps, rank_caps
 
 
@@ -118,3 +119,15 @@ def join_local(micro_batches: Sequence[dict[str, IntArray]]) -> dict[str, IntArr
         if list(streams) != names:
             raise ConfigurationError(f"micro-batch {index} names streams {list(streams)}, micro-batch 0 {names}")
     return {name: np.concatenate([streams[name] for streams in micro_batches]) for name in names}
+
+
+def parse_micro_batches(micro_batches: Any) -> dict[str, IntArray]:
+    """Check the lengths of one rank's micro-batches, and join them.
+
+    Raises:
+        LengthsError: no list of lengths.
+        ConfigurationError: see ``join_local``.
+    """
+    if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str | bytes):
+        raise LengthsError(f"micro-batches must be a list with the lengths of each, got {micro_batches!r}")
+    return join_local([parse_local_lengths(lengths) for lengths in micro_batches])

@@ -114,6 +114,11 @@ CASES = {
     "other caps": Case(
         "DisagreementError", r"rank {rank} has max_tokens_per_rank 2", balancer={"max_tokens_per_rank": 2}
     ),
+    "caps of no number": Case(
+        "DisagreementError", r"rank {rank} has max_tokens_per_rank", balancer={"max_tokens_per_rank": {3.5}}
+    ),
+    "no cost": Case("ConfigurationError", r"rank {rank}: cost must be a CostModel, got 3", balancer={"cost": 3}),
+    "kernel": Case("ConfigurationError", r"rank {rank}: unknown attention kernel 'x'", balancer={"kernel": "x"}),
     "planner that fails": Case(
         "RankError", r"rank {rank}: KeyError: 'no plan here'", balancer={"planner": no_plan}, on_all=CUSTOM
     ),

@@ -24,10 +24,18 @@ AUTO_CAP = 1.5
 
 
 def as_lengths(lengths: Lengths | Sequence[Sequence[int]]) -> Lengths:
+    """``lengths`` itself, or collected from each rank's own."""
     return lengths if isinstance(lengths, Lengths) else Lengths.from_ranks(lengths)
 
 
 def as_topology(topology: Topology | str | None) -> Topology:
+    """``topology`` itself or parsed; without bags where it is None.
+
+    Raises:
+        ConfigurationError: no topology.
+    """
+    if topology is not None and not isinstance(topology, Topology | str):
+        raise ConfigurationError(f"topology must be a Topology or a spec such as g1n2+g2n1, got {topology!r}")
     return Topology.parse(topology) if isinstance(topology, str) else topology or Topology()
 
 
