@@ -11,13 +11,16 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from knapformer.errors import ConfigurationError, PlanError
 from knapformer.lengths import Lengths
+from knapformer.placement import Placement, Segment, Tile, check_cover, check_query_tiles
+
+__all__ = ["SCHEMA", "Placement", "Plan", "Segment", "Tile"]
 
 SCHEMA = "knapformer.plan/1"
 Array = npt.NDArray[Any]
@@ -36,39 +39,6 @@ _DTYPES = {
     "tile_query_start": np.int64,
     "tile_query_end": np.int64,
 }
-
-
-class Segment(NamedTuple):
-    """``rank`` holds tokens ``start:end`` of a sequence in all token-wise work."""
-
-    rank: int
-    start: int
-    end: int
-
-
-class Tile(NamedTuple):
-    """``rank`` computes the attention of some heads: rows ``query_start:query_end`` of the queries over all keys."""
-
-    rank: int
-    head_start: int
-    head_end: int
-    query_start: int
-    query_end: int
-
-
-class Placement(NamedTuple):
-    """One sequence's segments, by start, and tiles, by head and query. Both are empty for a sequence of length 0."""
-
-    id: int
-    length: int
-    home: int
-    segments: tuple[Segment, ...]
-    tiles: tuple[Tile, ...]
-
-    @property
-    def ranks(self) -> tuple[int, ...]:
-        """The ranks that meet for this sequence."""
-        return tuple(sorted({segment.rank for segment in self.segments} | {tile.rank for tile in self.tiles}))
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -208,7 +178,7 @@ class Plan:
             content["group_offset"] = self.group_offset
         if self.max_tokens_per_rank:
             content["max_tokens_per_rank"] = list(self.max_tokens_per_rank)
-        content["sequences"] = [_sequence_dict(self.placement(i)) for i in range(self.num_sequences)]
+        content["sequences"] = [self.placement(i).to_dict() for i in range(self.num_sequences)]
         return content
 
     @classmethod
@@ -244,7 +214,7 @@ class Plan:
             )
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(f"a plan file with a missing or malformed part: {error!r}") from None
 
     @classmethod
@@ -315,28 +285,18 @@ class Plan:
 _TILE_COLUMNS = ("tile_rank", "tile_head_start", "tile_head_end", "tile_query_start", "tile_query_end")
 
 
-def _sequence_dict(placement: Placement) -> dict[str, Any]:
-    tiles: list[dict[str, Any]] = []
-    for rank, start, end, *queries in placement.tiles:
-        tiles.append({"rank": rank, "start": start, "end": end})
-        if queries != [0, placement.length]:
-            tiles[-1]["queries"] = queries
-    segments = [s._asdict() for s in placement.segments]
-    return {
-        "id": placement.id,
-        "length": placement.length,
-        "home": placement.home,
-        "tokens": segments,
-        "heads": tiles,
-    }
-
-
 def _check(plan: Plan) -> None:
     if plan.world_size < 1 or plan.num_heads < 1 or plan.num_kv_heads < 1 or plan.num_heads % plan.num_kv_heads:
         raise PlanError(
             "a plan needs at least one rank and heads that its key-value heads divide, got "
             f"{plan.world_size} ranks, {plan.num_heads} heads, {plan.num_kv_heads} key-value heads"
         )
+    if (plan.lengths < 0).any():
+        raise PlanError(f"lengths must be at least 0, got {plan.lengths.min()}")
+    if len(plan.homes) != plan.num_sequences:
+        raise PlanError(f"a plan of {plan.num_sequences} sequences needs as many homes, got {len(plan.homes)}")
+    if len(plan.max_tokens_per_rank) not in (0, plan.world_size):
+        raise PlanError(f"a plan for {plan.world_size} ranks needs as many caps, got {len(plan.max_tokens_per_rank)}")
     if (np.diff(plan.homes) < 0).any() or ((plan.homes < 0) | (plan.homes >= plan.world_size)).any():
         raise PlanError(f"home ranks must rise within 0..{plan.world_size - 1}")
     for name, ranks, offsets in (
@@ -348,7 +308,7 @@ def _check(plan: Plan) -> None:
         wrong = np.flatnonzero((ranks < 0) | (ranks >= plan.world_size))
         if len(wrong):
             raise PlanError(f"{name} on rank {ranks[wrong[0]]}, but the plan has {plan.world_size} ranks")
-    _check_cover("tokens", plan.segment_offsets, plan.segment_start, plan.segment_end, plan.lengths)
+    check_cover("tokens", plan.segment_offsets, plan.segment_start, plan.segment_end, plan.lengths)
     _check_tiles(plan)
     tokens = plan.rank_tokens.tolist()
     for rank, cap in enumerate(plan.max_tokens_per_rank):
@@ -356,56 +316,19 @@ def _check(plan: Plan) -> None:
             raise PlanError(f"rank {rank} holds {tokens[rank]} tokens, its cap is {cap}")
 
 
-def _check_cover(what: str, offsets: Array, start: Array, end: Array, total: Array) -> None:
-    """Each sequence's ranges ``start:end``, in order, cover ``0:total`` once; none where ``total`` is 0."""
-    counts = np.diff(offsets)
-    fails = (counts > 0) != (total > 0)
-    sequence = np.repeat(np.arange(len(total)), counts)
-    first = np.zeros(len(start), bool)
-    first[offsets[:-1][counts > 0]] = True
-    expected = np.where(first, 0, np.concatenate([[0], end[:-1]])) if len(start) else start
-    fails[sequence[(start != expected) | (end <= start)]] = True
-    some = np.flatnonzero(counts > 0)
-    fails[some[end[offsets[some + 1] - 1] != total[some]]] = True
-    if fails.any():
-        i = int(np.flatnonzero(fails)[0])
-        ranges = list(
-            zip(start[offsets[i] : offsets[i + 1]].tolist(), end[offsets[i] : offsets[i + 1]].tolist(), strict=True)
-        )
-        raise PlanError(f"sequence {i}: {what} 0:{total[i]} must be covered once and in order, got {ranges}")
-
-
 def _check_tiles(plan: Plan) -> None:
     lengths = plan.lengths[plan.tile_sequence]
     partial = (plan.tile_query_start != 0) | (plan.tile_query_end != lengths)
     if not partial.any():
         heads = np.where(plan.lengths > 0, plan.num_heads, 0)
-        _check_cover("heads", plan.tile_offsets, plan.tile_head_start, plan.tile_head_end, heads)
+        check_cover("heads", plan.tile_offsets, plan.tile_head_start, plan.tile_head_end, heads)
         return
     some = np.unique(plan.tile_sequence[partial])
     for i in some.tolist():
-        _check_query_tiles(plan.placement(i), plan.num_heads)
+        check_query_tiles(plan.placement(i), plan.num_heads)
     others = np.setdiff1d(np.arange(plan.num_sequences), some)
     kept = np.isin(plan.tile_sequence, others)
     counts = np.diff(plan.tile_offsets)[others]
     heads = np.where(plan.lengths[others] > 0, plan.num_heads, 0)
     offsets = np.concatenate([[0], np.cumsum(counts)])
-    _check_cover("heads", offsets, plan.tile_head_start[kept], plan.tile_head_end[kept], heads)
-
-
-def _check_query_tiles(placement: Placement, num_heads: int) -> None:
-    """Tiles that cover heads and rows: inside, disjoint, and of the right area."""
-    tiles = placement.tiles
-    where = f"sequence {placement.id}"
-    for t in tiles:
-        inside = 0 <= t.head_start < t.head_end <= num_heads and 0 <= t.query_start < t.query_end <= placement.length
-        if not inside:
-            raise PlanError(f"{where}: {t} is not inside {num_heads} heads and {placement.length} rows")
-    for at, t in enumerate(tiles):
-        for u in tiles[:at]:
-            heads_meet = min(t.head_end, u.head_end) > max(t.head_start, u.head_start)
-            if heads_meet and min(t.query_end, u.query_end) > max(t.query_start, u.query_start):
-                raise PlanError(f"{where}: {u} and {t} overlap")
-    area = sum((t.head_end - t.head_start) * (t.query_end - t.query_start) for t in tiles)
-    if area != num_heads * placement.length:
-        raise PlanError(f"{where}: tiles cover {area} of {num_heads * placement.length} (head, row) pairs")
+    check_cover("heads", offsets, plan.tile_head_start[kept], plan.tile_head_end[kept], heads)

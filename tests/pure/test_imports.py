@@ -18,6 +18,7 @@ PURE = (
     "topology",
     "shapes",
     "cost",
+    "placement",
     "plan",
     "plan_format",
     "planners",

@@ -82,10 +82,24 @@ def test_refuses_ranks_and_caps():
         replace(plan, max_tokens_per_rank=tuple((tokens - 1).tolist()))
 
 
+def test_refuses_what_does_not_fit_its_sequences_and_ranks():
+    plan = example()
+    with pytest.raises(PlanError, match="lengths must be at least 0, got -3"):
+        replace(plan, lengths=np.where(plan.lengths == 0, -3, plan.lengths))
+    with pytest.raises(PlanError, match="5 sequences needs as many homes, got 4"):
+        replace(plan, homes=plan.homes[1:])
+    with pytest.raises(PlanError, match="3 ranks needs as many caps, got 2"):
+        replace(plan, max_tokens_per_rank=(99, 99))
+
+
 def test_files_that_are_no_plans(tmp_path):
     with pytest.raises(ConfigurationError, match=r"knapformer\.plan/1"):
         Plan.from_dict({"schema": "other"})
     content = example().to_dict()
+    huge = json.loads(json.dumps(content))
+    huge["sequences"][0]["length"] = 10**30
+    with pytest.raises(ConfigurationError, match="malformed"):
+        Plan.from_dict(huge)
     del content["sequences"][0]["home"]
     with pytest.raises(ConfigurationError, match="home"):
         Plan.from_dict(content)
