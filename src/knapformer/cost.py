@@ -42,7 +42,8 @@ class Machine:
     nodes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("ranks_per_node", "intra_node_bytes_per_s", "inter_node_bytes_per_s", "bytes_per_element"):
+        _require_count("ranks_per_node", self.ranks_per_node)
+        for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "bytes_per_element"):
             _require_positive(name, getattr(self, name))
         if not _is_number(self.communication_scale) or self.communication_scale < 0:
             raise ConfigurationError(f"communication_scale must be a number >= 0, got {self.communication_scale!r}")
@@ -100,7 +101,8 @@ class CostModel:
     machine: Machine = field(default_factory=Machine)
 
     def __post_init__(self) -> None:
-        for name in ("hidden", "num_heads", "flops_per_s", "num_layers", "pass_factor"):
+        _require_count("num_heads", self.num_heads)
+        for name in ("hidden", "flops_per_s", "num_layers", "pass_factor"):
             _require_positive(name, getattr(self, name))
         for name in ("linear_flops_per_token", "attention_flops_per_pair", "attention_span_tokens"):
             if getattr(self, name) is not None:
@@ -129,7 +131,7 @@ class CostModel:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> CostModel:
-        """Read a cost file's content; unknown keys that start with ``_`` or hold measurements are kept out.
+        """Read a cost file's content; what it says of how it was ``measured`` is left out.
 
         Raises:
             ConfigurationError: a key is missing or unknown, or a value is out of range.
@@ -149,7 +151,9 @@ class CostModel:
         values.setdefault("gamma", 1.0)
         try:
             return cls(machine=Machine(**machine), **values)
-        except TypeError as error:
+        except ConfigurationError:
+            raise
+        except (TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(f"a cost file has a value of the wrong type: {error}") from None
 
     @classmethod
@@ -170,12 +174,19 @@ class CostModel:
         return asdict(self)
 
     def with_machine(self, **changes: Any) -> CostModel:
+        """The same on a machine with other values."""
         return replace(self, machine=replace(self.machine, **changes))
 
     @property
     def linear_s_per_token(self) -> float:
+        """Seconds of one token's linear phase on a rank of speed 1."""
         flops = 24.0 * self.hidden**2 if self.linear_flops_per_token is None else self.linear_flops_per_token
         return flops / self.flops_per_s
+
+    @property
+    def flops_per_pair(self) -> float:
+        """FLOPs of one query and one key over all heads, without γ."""
+        return 4.0 * self.hidden if self.attention_flops_per_pair is None else self.attention_flops_per_pair
 
     @property
     def bytes_per_head_token(self) -> float:
@@ -186,8 +197,7 @@ class CostModel:
         """(S,) seconds of each sequence's attention over all heads, on a rank of speed 1."""
         lengths = np.asarray(lengths_tokens, np.float64)
         keys = lengths if self.attention_span_tokens is None else np.minimum(lengths, self.attention_span_tokens)
-        per_pair = 4.0 * self.hidden if self.attention_flops_per_pair is None else self.attention_flops_per_pair
-        return np.asarray(self.gamma * per_pair / self.flops_per_s * lengths * keys)
+        return np.asarray(self.gamma * self.flops_per_pair / self.flops_per_s * lengths * keys)
 
     def work_s(self, lengths_tokens: npt.ArrayLike) -> FloatArray:
         """(S,) seconds of each sequence's linear phase and attention, alone on a rank of speed 1."""
@@ -215,6 +225,7 @@ class Fit:
     mape: float
 
     def predict_s(self, lengths_tokens: Iterable[int]) -> float:
+        """Seconds of one pack of these lengths."""
         lengths = np.asarray(list(lengths_tokens), np.float64)
         return float(self.t0_s + self.s_per_token * lengths.sum() + self.s_per_pair * (lengths**2).sum())
 
@@ -232,8 +243,7 @@ class Fit:
         if self.s_per_token <= 0:
             raise ConfigurationError("the fit has no linear term: time more packs of short sequences")
         flops_per_s = cost.linear_s_per_token * cost.flops_per_s / (self.s_per_token / seconds_per_pass)
-        pair_flops = 4.0 * cost.hidden if cost.attention_flops_per_pair is None else cost.attention_flops_per_pair
-        gamma = (self.s_per_pair / seconds_per_pass) * flops_per_s / pair_flops
+        gamma = (self.s_per_pair / seconds_per_pass) * flops_per_s / cost.flops_per_pair
         return replace(cost, flops_per_s=flops_per_s, gamma=gamma)
 
 
@@ -273,3 +283,8 @@ def _is_number(value: Any) -> bool:
 def _require_positive(name: str, value: Any) -> None:
     if not _is_number(value) or value <= 0:
         raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
+
+
+def _require_count(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ConfigurationError(f"{name} must be an integer above 0, got {value!r}")

@@ -91,3 +91,20 @@ def test_an_unknown_model_is_named_with_the_known_ones():
     with pytest.raises(ConfigurationError, match=r"unknown model 'flux9'; known: .*flux\.1-dev"):
         model_shape("flux9")
     assert model_shape("FLUX.1-dev") is MODEL_SHAPES["flux.1-dev"]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"num_heads": 2.5}, "num_heads must be an integer above 0, got 2.5"),
+        ({"machine": {"ranks_per_node": 1.5}}, "ranks_per_node must be an integer above 0, got 1.5"),
+        ({"machine": {"nodes": ["first"]}}, "a cost file has a value of the wrong type"),
+        ({"machine": {"nodes": 3}}, "a cost file has a value of the wrong type"),
+        ({"width": 3}, "unknown keys in a cost file"),
+    ],
+)
+def test_cost_files_that_are_none(change, text):
+    content = {"hidden": 64, "num_heads": 4}
+    assert CostModel.from_dict(content).flops_per_pair == 256
+    with pytest.raises(ConfigurationError, match=text):
+        CostModel.from_dict(content | change)
