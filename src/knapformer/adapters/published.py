@@ -223,12 +223,15 @@ class SequenceBalancer:
         return self._step
 
     def _make_bag_group(self) -> dist.ProcessGroup | None:
-        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs."""
-        if len(self._bag_ranks) == 1:
+        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs.
+
+        Every rank makes one: torch names groups by how many a rank has made, and later ones would hang.
+        """
+        if self.group.data is None:
             return None
         members = [self.group.offset + rank for rank in self._bag_ranks]
         group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
-        return group
+        return None if len(members) == 1 else group
 
     def _plan(self, local_seq_lens: Any, token_dim: int) -> tuple[Plan, Lengths]:
         cost = CostModel(hidden=token_dim, num_heads=max(self.topology.bag_sizes), gamma=self.gamma)
