@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError,
 from knapformer.exchange import Channel, Meter, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
 from knapformer.lengths import IntArray, Lengths, parse_local_lengths
+from knapformer.micro_batches import MicroBatch, join_local, split_micro_batches
 from knapformer.plan import Plan
 from knapformer.planners import Evaluation, evaluate, make_plan
 from knapformer.planners.problem import Caps
@@ -105,16 +107,64 @@ class Balancer:
         """
         local = _local_input(lengths, num_rows, error, conditioning)
         everywhere, rows = gather_inputs(self.group, local, self._fingerprint())
-        plan, failure = None, None
+        (plan,) = self._agree(lambda: [everywhere])
+        return Step(self, plan, everywhere, rows)
+
+    def prepare_micro_batches(
+        self,
+        micro_batches: Sequence[Any],
+        *,
+        error: BaseException | None = None,
+        conditioning: Mapping[str, Any] | None = None,
+    ) -> list[MicroStep]:
+        """Plan an optimizer step that accumulates gradients over several micro-steps, all of them at once.
+
+        Sequences are dealt out anew over the micro-steps, so that these take equally long; each runs in one of them, so
+        the gradients of the whole step are the same. Every rank of the balancing group calls it, with as many
+        micro-batches.
+
+        Args:
+            micro_batches: of each micro-batch that this rank loaded, what ``prepare`` takes as ``lengths``.
+            error: as in ``prepare``; then ``micro_batches`` may be anything.
+            conditioning: as in ``prepare``, for the sequences of all micro-batches one after another.
+
+        Returns:
+            For each micro-step the step and which of this rank's sequences run in it.
+
+        Raises:
+            LengthsError, ConfigurationError, CapacityError, RankError, DisagreementError: as ``prepare``.
+        """
+        local = _local_input(micro_batches, None, error, conditioning, parse=_parse_micro_batches)
+        count = len(micro_batches) if isinstance(micro_batches, Sequence) else 0
+        everywhere, rows = gather_inputs(self.group, local, {**self._fingerprint(), "micro_batches": count})
+        parts: list[MicroBatch] = []
+
+        def split() -> list[Lengths]:
+            parts.extend(split_micro_batches(everywhere, count, self.cost, self.max_tokens_per_rank))
+            return [part.lengths for part in parts]
+
+        plans = self._agree(split)
+        return [
+            MicroStep(
+                Step(self, plan, part.lengths, {name: own[part.ids] for name, own in rows.items()}),
+                part.of_rank(self.group.rank, everywhere).tolist(),
+            )
+            for plan, part in zip(plans, parts, strict=True)
+        ]
+
+    def _agree(self, make_lengths: Callable[[], list[Lengths]]) -> list[Plan]:
+        """Plan, and check that all ranks made the same plans. Every rank of the group calls it."""
+        plans, failure = [], None
         try:
-            plan = self.plan(everywhere)
-            if not plan.places(everywhere):
-                raise PlanError(f"the planner gave a plan for other lengths or ranks: {plan}")
+            for lengths in make_lengths():
+                plans.append(self.plan(lengths))
+                if not plans[-1].places(lengths):
+                    raise PlanError(f"the planner gave a plan for other lengths or ranks: {plans[-1]}")
         except Exception as planning_error:  # whatever it is, the other ranks wait
             failure = _carried(planning_error)
-        agree_on_plan(self.group, None if plan is None else plan.digest(), failure)
-        assert plan is not None
-        return Step(self, plan, everywhere, rows)
+        digest = None if failure else hashlib.sha256(b"".join(plan.digest() for plan in plans)).digest()
+        agree_on_plan(self.group, digest, failure)
+        return plans
 
     def plan(self, lengths: Lengths) -> Plan:
         """The plan for the lengths of all ranks of the balancing group. Not a collective."""
@@ -143,6 +193,19 @@ class Balancer:
             "num_kv_heads": self.num_kv_heads,
             "group_size": self.group.size,
         }
+
+
+class MicroStep(NamedTuple):
+    """One micro-step of an optimizer step.
+
+    Attributes:
+        step: what to route, run and restore with; it knows this micro-step's sequences only.
+        sequences: which of this rank's sequences run here, as positions among those of all its micro-batches one after
+            another; their rows, in this order, are what ``step.route`` takes.
+    """
+
+    step: Step
+    sequences: list[int]
 
 
 class Step:
@@ -317,13 +380,17 @@ class Step:
 
 
 def _local_input(
-    lengths: Any, num_rows: int | None, error: BaseException | None, conditioning: Mapping[str, Any] | None
+    lengths: Any,
+    num_rows: int | None,
+    error: BaseException | None,
+    conditioning: Mapping[str, Any] | None,
+    parse: Callable[[Any], dict[str, IntArray]] = parse_local_lengths,
 ) -> LocalInput:
     """Everything that can be wrong on this rank alone, as an error that is carried to all ranks."""
     try:
         if error is not None:
             raise RankError(f"{type(error).__name__}: {error}")
-        streams = parse_local_lengths(lengths)
+        streams = parse(lengths)
         num_tokens = sum(int(part.sum()) for part in streams.values())
         if num_rows is not None and num_tokens != num_rows:
             raise LengthsError(f"the lengths sum to {num_tokens} tokens, the tensors have {num_rows} rows")
@@ -335,6 +402,12 @@ def _local_input(
         return LocalInput(streams, rows)
     except Exception as failure:  # whatever it is, the other ranks wait
         return LocalInput({}, {}, _carried(failure))
+
+
+def _parse_micro_batches(micro_batches: Any) -> dict[str, IntArray]:
+    if not isinstance(micro_batches, Sequence) or isinstance(micro_batches, str | bytes):
+        raise LengthsError(f"micro-batches must be a list with the lengths of each, got {micro_batches!r}")
+    return join_local([parse_local_lengths(lengths) for lengths in micro_batches])
 
 
 def _carried(error: Exception) -> KnapFormerError:

@@ -75,8 +75,9 @@ def simulate(
         return
     console = Console()
     for result in results:
-        console.print(planner_table(f"{result['label']}: {result['model']}", result["planners"]))
-        console.print(*[f"{name} {value:.2f}" for name, value in result["ratios"].items()], sep=", ", style="dim")
+        console.print(planner_table(f"{result['label']}: {result['model']}", result["planners"], console.width))
+        ratios = ", ".join(f"{name} {value:.2f}" for name, value in result["ratios"].items())
+        console.print(ratios, style="dim", soft_wrap=True)
         console.print()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from knapformer.adapters.routing_plan import (
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
 from knapformer.exchange import Channel, exchange
-from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
+from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
 from knapformer.lengths import Lengths, parse_local_lengths
 from knapformer.plan import Plan
 from knapformer.planners import make_plan
@@ -228,15 +229,14 @@ class SequenceBalancer:
         return self._step
 
     def _make_bag_group(self) -> dist.ProcessGroup | None:
-        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs.
-
-        Every rank makes one: torch names groups by how many a rank has made, and later ones would hang.
-        """
-        if self.group.data is None:
+        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs."""
+        if not dist.is_initialized():
             return None
-        members = [self.group.offset + rank for rank in self._bag_ranks]
-        group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
-        return None if len(members) == 1 else group
+        sizes = self.topology.bag_sizes * (dist.get_world_size() // self.topology.num_ranks)
+        ends = list(accumulate(sizes))
+        assert dist.group.WORLD is not None
+        group = subgroup(dist.group.WORLD, [range(end - size, end) for size, end in zip(sizes, ends, strict=True)])
+        return None if len(self._bag_ranks) == 1 else group
 
     def _plan(self, local_seq_lens: Any, token_dim: int) -> tuple[Plan, Lengths]:
         configuration = {"version": __version__, "bags": str(self.topology), "gamma": self.gamma, "width": token_dim}

@@ -14,12 +14,11 @@ import numpy.typing as npt
 from knapformer.bench.config import PlannerSpec
 from knapformer.bench.dataset import grouped_steps, random_steps
 from knapformer.bench.memory import MemoryModel
-from knapformer.bench.simulate import Setting, best_bags, peak_memory_bytes
+from knapformer.bench.simulate import Setting, all_planners, best_bags, peak_memory_bytes
 from knapformer.bench.timeline import simulate_step
 from knapformer.errors import CapacityError
 from knapformer.lengths import Lengths
 from knapformer.planners import make_plan
-from knapformer.topology import uniform_topologies
 
 IntArray = npt.NDArray[np.int64]
 
@@ -29,8 +28,6 @@ FILLED = 0.6
 
 SIMPLER_IS_FINE = 0.01
 """Whole sequences are advised where splitting gains no more than this."""
-
-MORE_BAGS_THAN = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,14 +141,9 @@ def num_ways(num_ranks: int) -> int:
 
 
 def _ways(num_ranks: int) -> dict[str, PlannerSpec]:
-    layouts = [str(layout) for layout in uniform_topologies(num_ranks)][1:MORE_BAGS_THAN]
-    return {
-        "home": PlannerSpec("home"),
-        "length-grouped": PlannerSpec("home"),
-        "whole": PlannerSpec("whole"),
-        **{f"bags:{layout}": PlannerSpec("bags", layout) for layout in layouts},
-        "moldable": PlannerSpec("moldable"),
-    }
+    home, whole, _, *rest = all_planners(num_ranks)
+    rest = [spec for spec in rest if spec.topology != f"g1n{num_ranks}"]
+    return {"home": home, "length-grouped": home, "whole": whole, **{str(spec): spec for spec in rest}}
 
 
 def _run(

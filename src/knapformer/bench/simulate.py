@@ -26,6 +26,9 @@ from knapformer.topology import uniform_topologies
 
 SCHEMA = "knapformer.simulate/1"
 
+MOST_BAG_RANKS = 64
+"""Larger bags are slower still, and take long to simulate."""
+
 Draw = Callable[[], Lengths]
 OnStep = Callable[[], None]
 
@@ -62,8 +65,9 @@ def drawn_from(name: str, num_ranks: int | None, seed: int) -> Draw:
 
 
 def all_planners(num_ranks: int) -> list[PlannerSpec]:
-    """``home``, ``whole``, ``ulysses``, every uniform layout of bags, and ``moldable``."""
-    bags = [PlannerSpec("bags", str(layout)) for layout in uniform_topologies(num_ranks)]
+    """``home``, ``whole``, ``ulysses``, every uniform layout of bags of up to ``MOST_BAG_RANKS``, and ``moldable``."""
+    layouts = [layout for layout in uniform_topologies(num_ranks) if layout.bag_sizes[0] <= MOST_BAG_RANKS]
+    bags = [PlannerSpec("bags", str(layout)) for layout in layouts]
     return [PlannerSpec("home"), PlannerSpec("whole"), PlannerSpec("ulysses"), *bags, PlannerSpec("moldable")]
 
 

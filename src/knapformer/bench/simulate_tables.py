@@ -22,22 +22,29 @@ COLUMNS: tuple[tuple[str, Callable[[Mapping[str, Any]], str]], ...] = (
 )
 
 
+NARROW_COLUMNS = ("step s", "speed-up", "over bound", "discrepancy", "peak GB", "plan ms")
+WIDE = 140
+"""Characters that all columns take."""
+
+
 def _cells(row: Mapping[str, Any]) -> list[str]:
     if "error" in row:
         return ["does not fit", *[""] * (len(COLUMNS) - 1)]
     return [show(row) for _, show in COLUMNS]
 
 
-def planner_table(title: str, rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """One comparison, a planner a row; the fastest is bold."""
+def planner_table(title: str, rows: Mapping[str, Mapping[str, Any]], width: int = WIDE) -> Table:
+    """One comparison, a planner a row; the fastest is bold. A narrow one has the columns that matter most."""
+    shown = [at for at, (name, _) in enumerate(COLUMNS) if width >= WIDE or name in NARROW_COLUMNS]
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     table.add_column("planner", no_wrap=True)
-    for name, _ in COLUMNS:
-        table.add_column(name, justify="right")
+    for at in shown:
+        table.add_column(COLUMNS[at][0], justify="right", no_wrap=True)
     times = {name: row["step_s"] for name, row in rows.items() if "step_s" in row}
     fastest = min(times, key=lambda name: times[name], default=None)
     for name, row in rows.items():
-        table.add_row(name, *_cells(row), style="bold green" if name == fastest else None)
+        cells = _cells(row)
+        table.add_row(name, *(cells[at] for at in shown), style="bold green" if name == fastest else None)
     return table
 
 
