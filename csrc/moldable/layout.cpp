@@ -41,8 +41,8 @@ class FreeRanks {
   // Up to `count` ranks of the first node that has any.
   std::vector<int32_t> take_chunk(int32_t count) {
     std::vector<int32_t> ranks;
-    const auto any = std::find_if(nodes_.begin(), nodes_.end(), [](const auto& node) { return !node.empty(); });
-    move_out(static_cast<size_t>(any - nodes_.begin()), std::min(count, static_cast<int32_t>(any->size())), ranks);
+    while (nodes_[first_].empty()) ++first_;
+    move_out(first_, std::min(count, static_cast<int32_t>(nodes_[first_].size())), ranks);
     return ranks;
   }
 
@@ -55,8 +55,20 @@ class FreeRanks {
   }
 
  private:
+  bool take_one(int32_t count, std::vector<int32_t>& ranks) {
+    size_t best = nodes_.size();
+    for (size_t n = 0; n < nodes_.size(); ++n) {
+      const size_t left = nodes_[n].size();
+      if (left >= static_cast<size_t>(count) && (best == nodes_.size() || left < nodes_[best].size())) best = n;
+    }
+    if (best == nodes_.size()) return false;
+    move_out(best, count, ranks);
+    return true;
+  }
+
   // `parts` nodes give equal shares: of the nodes that have that many, those with the fewest left.
   bool take_parts(int32_t count, int32_t parts, std::vector<int32_t>& ranks) {
+    if (parts == 1) return take_one(count, ranks);
     const int32_t share = (count + parts - 1) / parts;
     std::vector<size_t> fitting;
     for (size_t n = 0; n < nodes_.size(); ++n) {
@@ -95,6 +107,7 @@ class FreeRanks {
 
   std::vector<std::vector<int32_t>> nodes_;
   int32_t left_ = 0;
+  size_t first_ = 0;  // no node before it has any left
 };
 
 // Step 4: the group whose work per rank stays lowest among those with token room, if there are any.
@@ -170,6 +183,7 @@ std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes
   });
   for (int32_t s : joining) join_lowest(problem, groups, s);
   for (auto& group : groups) {
+    if (group.ranks.size() < 2) continue;
     std::sort(group.ranks.begin(), group.ranks.end(), [&](int32_t a, int32_t b) {
       return problem.node_index[a] != problem.node_index[b] ? problem.node_index[a] < problem.node_index[b] : a < b;
     });

@@ -20,6 +20,7 @@ constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothi
 constexpr int32_t kContainerRanks = 64;  // ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
+constexpr double kLeastScaleOfLarge = 0.7;  // in large steps
 constexpr double kShares[] = {0.98, 0.7};
 constexpr int kRounds = 2;
 constexpr size_t kSettled = 12;
@@ -74,7 +75,7 @@ Grouping Search::run() {
     climb(candidates);
     candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
     for (const auto& candidate : candidates) {
-      if (!candidate.is_packed && candidate.promise_s >= best_settled) continue;
+      if (!settled.empty() && !candidate.is_packed && candidate.promise_s >= best_settled) continue;
       Grouping grouping = settle(candidate, best_settled);
       const double makespan = grouping.makespan_s();
       best_settled = std::min(best_settled, makespan);
@@ -116,6 +117,7 @@ std::vector<Search::Layout> Search::layouts(int32_t container) {
   std::vector<std::vector<AnchorSize>> tried;
   for (double share : kShares) {
     for (double scale : kScales) {
+      if (effort_ < 1.0 && scale < kLeastScaleOfLarge) continue;
       for (double target : kTargets) {
         auto sizes = size_anchors(p_, {target * expected, share, scale});
         const auto same = [&](const auto& other) { return same_sizes(sizes, other); };

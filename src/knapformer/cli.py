@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from knapformer import cli_predict
+from knapformer import cli_planners, cli_predict
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.lengths import Lengths, read_lengths
@@ -42,6 +42,7 @@ Out = Annotated[Path | None, typer.Option("--output", "-o", help="File to write.
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 cli_predict.register(app)
+cli_planners.register(app)
 
 DEMO_FILE, BENCH_FILE = Path("runs/demo.json"), Path("runs/bench.json")
 
@@ -87,6 +88,7 @@ def plan(
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None,
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
     as_json: AsJson = False,
+    picture: Annotated[Path | None, typer.Option(help="SVG file for the tables as they are printed.")] = None,
     output: Out = None,
 ) -> None:
     """Place the sequences of one step and say what that would gain."""
@@ -108,10 +110,12 @@ def plan(
         return
     from knapformer.report.grid import plan_table
 
-    console = Console()
+    console = Console(record=picture is not None)
     home = evaluate(make_plan(step_lengths, planner="home", cost=model_cost, max_tokens_per_rank=None), model_cost)
     console.print(_summary_table(summary, home.makespan_s))
     console.print(plan_table(result, evaluation, width=console.width))
+    if picture is not None:
+        console.save_svg(str(picture), title=f"knapformer plan {lengths.name} --planner {planner}")
 
 
 @app.command()
@@ -144,7 +148,8 @@ def demo(
     from knapformer.bench.launch import default_num_ranks
 
     num_ranks = default_num_ranks() if ranks is None else ranks
-    config = TrainConfig(planners=default_planners(max(num_ranks, 1)), reshard_after_forward=False)
+    # The model is small: each rank keeps its parameters, so that gathering them does not cover up the exchange.
+    config = TrainConfig(planners=default_planners(max(num_ranks, 1)), shard_size=1, reshard_after_forward=False)
     _compare(config, num_ranks, output)
 
 

@@ -180,13 +180,13 @@ class _Finish(Function):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Outputs, buffers and handle of one collective."""
+    """Outputs, buffers and handle of one collective; what lies in one piece goes from and to the tensors themselves."""
 
     tensors: Sequence[Tensor]
     routes: Sequence[Route]
     channel: Channel
     outputs: list[Tensor]
-    buffers: tuple[Tensor, ...] = ()
+    buffers: list[Tensor] = field(default_factory=list)
     received: Tensor | None = None
     work: dist.Work | None = None
 
@@ -209,23 +209,38 @@ class _Flight:
             [sum(n * w for n, w in zip(counts, widths, strict=True)) for counts in zip(*table, strict=True)]
             for table in ([r.send_counts for r in self.routes], [r.receive_counts for r in self.routes])
         )
-        like, meter = self.tensors[0], self.channel.meter
-        self.buffers = tuple(self.channel.scratch.take(sum(sizes), like) for sizes in (bytes_to, bytes_from))
-        sent, received = (
-            buffer[: sum(sizes)] for buffer, sizes in zip(self.buffers, (bytes_to, bytes_from), strict=True)
-        )
-        _pack(self.tensors, self.routes, sent.view(like.dtype))
-        self.received, self.work = received.view(like.dtype), all_to_all(received, sent, bytes_from, bytes_to, group)
+        sent, received = self._in_place()
+        if sent is None:
+            sent = self._buffer(sum(bytes_to))
+            _pack(self.tensors, self.routes, sent.view(self.tensors[0].dtype))
+        if received is None:
+            received = self._buffer(sum(bytes_from))
+            self.received = received.view(self.tensors[0].dtype)
+        self.work = all_to_all(received, sent, bytes_from, bytes_to, group)
+        meter = self.channel.meter
         if meter is not None:
             meter.bytes_sent += sum(bytes_to)
             meter.num_collectives += 1
 
+    def _in_place(self) -> tuple[Tensor | None, Tensor | None]:
+        """What can be sent from the only tensor, and received into the only output, without a copy."""
+        if len(self.tensors) > 1:
+            return None, None
+        (x,), (out,), (route,) = self.tensors, self.outputs, self.routes
+        return route.send.bytes_of(x), None if route.adds_up else route.receive.bytes_of(out)
+
+    def _buffer(self, num_bytes: int) -> Tensor:
+        buffer = self.channel.scratch.take(num_bytes, self.tensors[0])
+        self.buffers.append(buffer)
+        return buffer[:num_bytes]
+
     def land(self) -> tuple[Tensor, ...]:
         """Wait, and unpack; sums are made in order of rank, in float32 at least."""
         began = time.perf_counter()
-        if self.work is not None and self.received is not None:
+        if self.work is not None:
             self.work.wait()
-            _unpack(self, self.received)
+            if self.received is not None:
+                _unpack(self, self.received)
             for buffer in self.buffers:
                 self.channel.scratch.give_back(buffer)
         else:

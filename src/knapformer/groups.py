@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -75,7 +75,7 @@ class BalancingGroup:
         assert data is not None
         device = torch.device("cpu") if dist.get_backend(data) == "gloo" else torch.accelerator.current_accelerator()
         everyone = cls(data, None, dist.get_rank(data), dist.get_world_size(data), 0, device or torch.device("cpu"))
-        everyone = replace(everyone, control=everyone._new_group(0, everyone.size, "gloo"))
+        everyone = replace(everyone, control=subgroup(data, [range(everyone.size)], "gloo"))
         return everyone._part(size, error)
 
     def _part(self, size: int | None, error: KnapFormerError | None) -> BalancingGroup:
@@ -87,14 +87,31 @@ class BalancingGroup:
         _agree(self, {"ranks_in_a_balancing_group": size}, [], error)
         if size == self.size:
             return self
+        assert self.data is not None
         offset = self.rank // size * size
-        data, control = self._new_group(offset, size), self._new_group(offset, size, "gloo")
+        parts = [range(first, first + size) for first in range(0, self.size, size)]
+        data, control = subgroup(self.data, parts), subgroup(self.data, parts, "gloo")
         return replace(self, data=data, control=control, rank=self.rank - offset, size=size, offset=offset)
 
-    def _new_group(self, offset: int, size: int, backend: str | None = None) -> Any:
-        assert self.data is not None
-        members = [dist.get_global_rank(self.data, rank) for rank in range(offset, offset + size)]
-        return dist.new_group(members, backend=backend, use_local_synchronization=True)
+
+def subgroup(group: dist.ProcessGroup, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+    """The process group of this rank's part. Every rank of ``group`` calls it, with the same parts.
+
+    Ranks name a new group by how many they have made. Of the default group, every rank therefore makes the groups of
+    all parts, its own or not. Of another group only members can make theirs, and must have made equally many before.
+
+    Args:
+        group: what is divided.
+        parts: ranks of ``group``, each rank in one part.
+        backend: of the new groups; by default that of the default group.
+    """
+    own = next(i for i, part in enumerate(parts) if dist.get_rank(group) in part)
+    members = [[dist.get_global_rank(group, rank) for rank in part] for part in parts]
+    if group is dist.group.WORLD:
+        made: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in members]
+        return made[own]
+    made_here: dist.ProcessGroup = dist.new_group(members[own], backend=backend, use_local_synchronization=True)
+    return made_here
 
 
 def _check_multiple(world_size: int, size: int | None) -> int:

@@ -23,19 +23,24 @@ class Units:
         count: how many.
         runs: their starts and counts, where they are few and long.
         index: (count,) int64, where they are not.
+        span: start and count, where they are one piece, which then need not be copied to be sent or received.
     """
 
     count: int
     runs: tuple[tuple[int, int], ...] | None
     index: Tensor | None
+    span: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, blocks: Blocks, device: torch.device) -> Units:
         count = blocks.num_units
-        inner, is_run = blocks.inner, (blocks.outer == 1) & (blocks.inner_stride == 1)
-        if device.type == "cpu" and len(inner) * MIN_RUN_UNITS <= count and is_run.all():
-            return cls(count, tuple(zip(blocks.start.tolist(), inner.tolist(), strict=True)), None)
-        return cls(count, None, expand(blocks, device))
+        start, inner = blocks.start, blocks.inner
+        are_runs = bool(((blocks.outer == 1) & (blocks.inner_stride == 1)).all())
+        is_span = are_runs and np.array_equal(start[1:], start[:-1] + inner[:-1])
+        span = (int(start[0]) if len(start) else 0, count) if is_span else None
+        if device.type == "cpu" and len(inner) * MIN_RUN_UNITS <= count and are_runs:
+            return cls(count, tuple(zip(start.tolist(), inner.tolist(), strict=True)), None, span)
+        return cls(count, None, expand(blocks, device), span)
 
     def split(self, counts: Sequence[int]) -> list[Units]:
         """The first ``counts[0]`` of them, and so on; runs end where parts do."""
@@ -48,6 +53,14 @@ class Units:
                 own.append(next(runs))
             parts.append(Units(count, tuple(own), None))
         return parts
+
+    def bytes_of(self, x: Tensor) -> Tensor | None:
+        """The units of ``x`` (units, width) as flat uint8 of the same memory, where they are one piece."""
+        if self.span is None or not x.is_contiguous():
+            return None
+        (start, count), width = self.span, x.shape[1]
+        # as_strided, because a single number may have any stride.
+        return x.as_strided((count * width,), (1,), x.storage_offset() + start * width).view(torch.uint8)
 
     def take(self, x: Tensor, out: Tensor) -> None:
         """Copy the units of ``x`` into ``out`` (count, width)."""
@@ -79,13 +92,14 @@ class Units:
 
 def move(x: Tensor, taken: Units, out: Tensor, given: Units) -> None:
     """Copy units of one tensor to units of another, as many."""
-    if taken.runs is None or given.runs is None:
-        part = x.new_empty(taken.count, x.shape[1])
-        taken.take(x, part)
-        given.put(part, out)
+    sources, targets = taken.runs or (), given.runs or ()
+    if [count for _, count in sources] == [count for _, count in targets] and taken.index is given.index is None:
+        for (source, count), (target, _) in zip(sources, targets, strict=True):
+            out.narrow(0, target, count).copy_(x.narrow(0, source, count))
         return
-    for (source, count), (target, _) in zip(taken.runs, given.runs, strict=True):
-        out.narrow(0, target, count).copy_(x.narrow(0, source, count))
+    part = x.new_empty(taken.count, x.shape[1])
+    taken.take(x, part)
+    given.put(part, out)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,14 +157,21 @@ class Route:
 
 
 def expand(blocks: Blocks, device: torch.device) -> Tensor:
-    """(units,) int64 index of every unit of the blocks, computed on ``device``."""
+    """(units,) int64 index of every unit of the blocks; an accelerator computes it from the blocks' columns."""
     block = np.repeat(np.arange(len(blocks.outer)), blocks.outer)
     outer = np.arange(len(block)) - np.repeat(starts_of(blocks.outer), blocks.outer)
     counts, stride = blocks.inner[block], blocks.inner_stride[block]
     base = blocks.start[block] + outer * blocks.outer_stride[block] - starts_of(counts) * stride
-    table = torch.from_numpy(np.stack([base, stride, counts])).to(device, non_blocking=True)
-    run = torch.repeat_interleave(table[2], output_size=blocks.num_units)
-    index, unit = table[0].index_select(0, run), torch.arange(blocks.num_units, device=device)
-    if (stride == stride[:1]).all():
-        return index.add_(unit, alpha=int(stride[0]) if len(stride) else 1)
-    return index.addcmul_(unit, table[1].index_select(0, run))
+    if device.type == "cpu":
+        step = stride[0] if len(stride) and (stride == stride[0]).all() else np.repeat(stride, counts)
+        return torch.from_numpy(np.repeat(base, counts) + np.arange(blocks.num_units) * step)
+    return expand_there(
+        torch.from_numpy(np.stack([base, stride, counts])).to(device, non_blocking=True), blocks.num_units
+    )
+
+
+def expand_there(table: Tensor, num_units: int) -> Tensor:
+    """(units,) int64 from (3, runs): where a run would start if it began with unit 0, its stride, and its units."""
+    run = torch.repeat_interleave(table[2], output_size=num_units)
+    unit = torch.arange(num_units, device=table.device)
+    return table[0].index_select(0, run).addcmul_(unit, table[1].index_select(0, run))

@@ -5,13 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from family_cases import CASES, HOMES, HOMES_WITH_EMPTY_RANK, balanced, balancer_of, keep_float64, loss_weights, stacked
+from family_cases import (
+    CASES,
+    HOMES,
+    HOMES_WITH_EMPTY_RANK,
+    MAIN_CASES,
+    balanced,
+    balancer_of,
+    keep_float64,
+    loss_weights,
+    stacked,
+)
 from peft import LoraConfig
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from knapformer.adapters import balance
 
-LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "patch_embedding"]
+LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "patch_embedding", "x_embedder.proj"]
 
 
 def all_families(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
@@ -55,11 +65,28 @@ def sharded(rank: int, world_size: int, name: str, order: str, lora: bool, check
     }
 
 
-def shard(model: torch.nn.Module) -> None:
+def in_bfloat16(rank: int, world_size: int, name: str) -> dict[str, Any]:
+    """Outputs under FSDP2's mixed precision, and a backward pass."""
+    case = CASES[name]
+    model = case.build().float()
+    shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
+    balance(model, balancer_of(model, 3))
+    ids = HOMES_WITH_EMPTY_RANK[world_size][rank]
+    _, arguments = stacked(case, ids, needs_grad=False)
+    for key in {"timestep", "guidance"} & set(arguments):
+        # FSDP2 would cast tensors; a time of 142.86 would become 143.
+        arguments[key] = [value.item() for value in arguments[key]]
+    output = model(**arguments)
+    output.rows.float().square().sum().backward()
+    outputs = {i: x.detach() for i, x in zip(ids, output.sample, strict=True)}
+    return {"outputs": outputs, "inputs": {}, "parameters": {}}
+
+
+def shard(model: torch.nn.Module, **options: Any) -> None:
     for name, module in model.named_modules():
         if name.split(".")[-1].isdigit() and "blocks" in name.split(".")[-2]:
-            fully_shard(module)
-    fully_shard(model)
+            fully_shard(module, **options)
+    fully_shard(model, **options)
 
 
 def add_lora(model: Any) -> None:
@@ -84,6 +111,8 @@ SHARDED = [
 
 def everything(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
     results = all_families(rank, world_size, names)
+    for name in MAIN_CASES.values():
+        results[name, "bfloat16"] = in_bfloat16(rank, world_size, name)
     for setting in SHARDED:
         results[setting] = sharded(rank, world_size, *setting)
     return results

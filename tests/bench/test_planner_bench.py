@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import random
+from pathlib import Path
 
 import pytest
 
 from knapformer.bench.planner_baselines import cp_sat, even_plan, karmarkar_karp, power_of_two
 from knapformer.bench.planners import Scenario, bench_planners, planner_table
+from knapformer.cli import main
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
 from knapformer.lengths import Lengths
@@ -69,3 +72,14 @@ def test_rows_rank_the_planners() -> None:
     table = planner_table(rows)
     assert len(table.splitlines()) == len(rows) + 2
     assert f"**{free.over_lower_bound:.4f}**" in table
+
+
+def test_the_command_prints_a_table_and_writes_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    target = tmp_path / "rows.json"
+    assert main(["bench-planners", "--only", "default", "--seeds", "3", "-o", str(target)]) == 0
+    assert "| default-8 | 8 | 24 | moldable |" in capsys.readouterr().out
+    content = json.loads(target.read_text())
+    assert {row["planner"] for row in content["rows"]} >= {"home", "moldable", "karmarkar-karp"}
+    for arguments in (["--only", "nothing"], ["--seeds", "5-3"], ["--seeds", "x"]):
+        assert main(["bench-planners", *arguments]) == 2
+        assert len(capsys.readouterr().err.splitlines()) == 1

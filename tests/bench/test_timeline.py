@@ -53,18 +53,18 @@ def test_keys_go_once_to_a_rank_with_two_query_tiles() -> None:
 @pytest.mark.parametrize("name", ["mixres", "joint"])
 @pytest.mark.parametrize(("planner", "topology"), SPECS)
 def test_without_overlap_a_step_takes_the_closed_formulas_time(name: str, planner: str, topology: str | None) -> None:
-    """The closed formula adds each phase's slowest rank of a meeting; a simulated step is at most that, and close."""
+    """The closed formula is the rate of ever more layers; a step's beginning and end may cost up to a layer more."""
     plan = plan_of(name, planner, topology)
     simulated = simulate_step(plan, COST, overlap=False).step_s
     formula = evaluate(plan, COST).step_time_s
-    assert 0.93 * formula < simulated < formula * (1 + 1e-9)
+    assert 0.93 * formula < simulated < formula * (1 + 1 / COST.num_layers)
 
 
 def test_overlap_hides_exchange_time_and_never_adds_any() -> None:
     plan = plan_of("joint", "moldable")
     with_overlap, without = (simulate_step(plan, COST, overlap=o).step_s for o in (True, False))
     assert with_overlap < without
-    assert with_overlap >= simulate_step(plan, COST).busy_s.max()
+    assert with_overlap >= simulate_step(plan, COST).busy_s.max() * (1 - 1e-12)
 
 
 def test_a_lone_rank_takes_its_work_and_nothing_else() -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from model_cases import Sample, alone, dit, error, mmdit, pack, samples
 from plan_cases import random_plan
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 from knapformer import Balancer, CostModel, Lengths, Plan
 from knapformer.parallel import checkpoint, shard
@@ -119,10 +120,12 @@ def compare(rank: int, world_size: int, case: Case, references: dict[Any, list[T
     scale = world_size if case.fsdp else 1  # FSDP averages gradients
     ((output * weights).sum() * scale).backward()
     leaves = {f"{kind} of sample {i}": x for i, s in enumerate(mine) for kind, x in vars(s).items() if x.requires_grad}
-    found = {"output": output}
-    found |= {f"parameter {name}": full_gradient(p, case) for name, p in model.named_parameters()}
-    found |= {name: torch.zeros_like(x) if x.grad is None else x.grad / scale for name, x in leaves.items()}
-    return {name: relative(x, y) for (name, x), y in zip(found.items(), references[key], strict=True)}
+    found = {name: torch.zeros_like(x) if x.grad is None else x.grad / scale for name, x in leaves.items()}
+    expected, *reference = references[key]
+    names = [f"parameter {name}" for name, _ in model.named_parameters()]
+    errors = dict(zip(names, parameter_errors(model, reference[: len(names)], case), strict=True))
+    errors |= {n: relative(x, y) for (n, x), y in zip(found.items(), reference[len(names) :], strict=True)}
+    return errors | {"output": relative(output, expected)}
 
 
 def unbalanced(model: nn.Module, mine: list[Sample]) -> list[Tensor]:
@@ -130,9 +133,14 @@ def unbalanced(model: nn.Module, mine: list[Sample]) -> list[Tensor]:
     parameters = list(model.parameters())
     empty = (parameters[0].new_zeros(0, 5), [torch.zeros_like(p) for p in parameters])
     output, gradients = alone(model, mine) if mine else empty
-    for gradient, _ in zip(gradients, parameters, strict=False):
-        dist.all_reduce(gradient)
-    return [output, *gradients]
+    return [output, *summed(gradients[: len(parameters)]), *gradients[len(parameters) :]]
+
+
+def summed(tensors: list[Tensor]) -> list[Tensor]:
+    """Over all ranks, in one collective."""
+    flat = torch.cat([x.detach().flatten() for x in tensors])
+    dist.all_reduce(flat)
+    return [part.view_as(x) for part, x in zip(flat.split([x.numel() for x in tensors]), tensors, strict=True)]
 
 
 def relative(value: Tensor, reference: Tensor) -> float:
@@ -141,12 +149,17 @@ def relative(value: Tensor, reference: Tensor) -> float:
     return error(value, reference) if float(reference.norm()) > 1e-12 else float((value - reference).norm())
 
 
-def full_gradient(parameter: nn.Parameter, case: Case) -> Tensor:
-    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    if case.fsdp:
-        return gradient.full_tensor()
-    dist.all_reduce(gradient)
-    return gradient
+def parameter_errors(model: nn.Module, references: list[Tensor], case: Case) -> list[float]:
+    """Of each parameter's gradient, summed over the ranks; of shards without putting them together."""
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
+    if not case.fsdp:
+        return [relative(x, y) for x, y in zip(summed(gradients), references, strict=True)]
+    norms = []
+    for x, y in zip(gradients, references, strict=True):
+        shard_of_y = distribute_tensor(y, x.device_mesh, x.placements, src_data_rank=None).to_local()
+        norms.append(torch.stack([(x.to_local() - shard_of_y).norm(), shard_of_y.norm()]).square())
+    (total,) = summed([torch.stack(norms)])
+    return [float((d / r if r > 1e-24 else d).sqrt()) for d, r in total]
 
 
 def balanced(model: nn.Module, mine: list[Sample], case: Case, rank: int) -> Tensor:

@@ -15,9 +15,10 @@ from knapformer import exchange
 
 
 def cases(num_heads: int) -> list[Case]:
+    ways = [(None, False), ("block", False), ("attention", False), ("block", True)]
     return [
         Case(model, num_heads=num_heads, planner="apart", checkpoint=what, fsdp=fsdp, seed=3)
-        for model, what, fsdp in product(("dit", "mmdit"), (None, "block", "attention"), (False, True))
+        for model, (what, fsdp) in product(("dit", "mmdit"), ways)
     ]
 
 

@@ -22,11 +22,16 @@ HOMES = {2: [[0, 1, 2, 3, 4, 5], []], 4: [[0, 1], [], [3], [2, 4, 5]]}
 MODELS = {"dit": dit, "mmdit": mmdit}
 REDUCTIONS = ("rank_mean", "token_mean", "sample_mean")
 CASES = {
-    world_size: list(
-        product(MODELS, (None, "block", "attention"), (None, 2) if world_size == 4 else (None,), REDUCTIONS)
-    )
+    world_size: [
+        (model, what, shard_size, reduction)
+        for model, what, shard_size, reduction in product(
+            MODELS, (None, "block", "attention"), (None, 2) if world_size == 4 else (None,), REDUCTIONS
+        )
+        if reduction == "token_mean" or (what is None and shard_size is None)
+    ]
     for world_size in HOMES
 }
+"""Every reduction, and every way to shard and recompute, but not all of their combinations."""
 
 
 def loss_of(model: torch.nn.Module, home: list[int], reduction: str, world_size: int) -> torch.Tensor:

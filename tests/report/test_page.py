@@ -50,7 +50,8 @@ def test_figures_are_those_of_the_results():
     assert bars["home"] == [0.9, 0.3] and bars["moldable"] == [0.62, 0.58]
     assert load["layout"]["shapes"][0]["y0"] == pytest.approx(0.6)
     predicted = {trace["name"]: trace["y"] for trace in load["data"] if trace["type"] == "scatter"}
-    assert predicted["home"] == pytest.approx([0.99, 0.3])
+    assert {"cost model", "lower bound"} <= set(predicted)
+    assert predicted["home predicted"] == pytest.approx([0.99, 0.3])
     boxes = {trace["name"]: trace["y"] for trace in steps_figure(result())["data"]}
     assert boxes["bags:g2n1"] == [0.8] * 3
     parts = {trace["name"]: trace["y"] for trace in time_figure(result())["data"]}

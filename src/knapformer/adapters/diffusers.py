@@ -114,9 +114,11 @@ def unbalance(transformer: Any) -> Any:
         ConfigurationError: it is not balanced, or something has replaced a forward since.
     """
     family = _state_of(transformer).family
-    patched = [transformer, *(module for module in transformer.modules() if family.layer_of(module) is not None)]
+    layers = [module for module in transformer.modules() if family.layer_of(module) is not None]
+    # Layers that were added since, by peft, have no forward of their own.
+    patched = [module for module in (transformer, *layers) if "forward" in module.__dict__]
     for module in patched:
-        forward = module.__dict__.get("forward")
+        forward = module.__dict__["forward"]
         if not isinstance(forward, MethodType) or forward.__self__ is not module:
             raise ConfigurationError(f"the forward of a {type(module).__name__} was replaced after balance()")
     for module in patched:

@@ -83,8 +83,8 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     rows = batch.tensors
     visual, visual_ids = step.route(rows["visual"], rows["visual_ids"], stream="visual")
     text, text_ids = step.route(rows["text"], rows["text_ids"], stream="text")
-    temb = _condition(model, step.route_conditioning(rows["vectors"]), visual.dtype)
     visual, text = model.x_embedder(visual), model.context_embedder(text)
+    temb = _condition(model, step.route_conditioning(rows["vectors"]), visual.dtype)
 
     packed = Packed(step)
     packed.rotate = layers.rotation(*model.pos_embed(packed.merge(text_ids, visual_ids)))

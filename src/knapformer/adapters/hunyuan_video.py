@@ -177,7 +177,8 @@ def attention(self: Any, x: Tensor, text: Tensor | None, packed: Packed | list[i
     """Attention of the blocks, or of the refiner, which passes text offsets."""
     if isinstance(packed, Packed):
         return layers.attention(self, x, text, packed)
-    out = varlen_attention(*layers.project(self, x), packed, packed).flatten(1)
+    q, k, v = layers.project(self, x)
+    out = varlen_attention(q.to(v.dtype), k.to(v.dtype), v, packed, packed).flatten(1)
     for layer in self.to_out:
         out = layer(out)
     return out

@@ -117,7 +117,7 @@ def visual_attention(attn: Any, x: Tensor, packed: Packed) -> Tensor:
     text_k[..., -8] = EXCLUDED_SCORE / scale
     none = q.new_zeros(num_text, *q.shape[1:])
     text_q = torch.cat([none[..., :-8], flag.expand(num_text, q.shape[1], 8)], dim=-1)
-    merged = (packed.merge(*pair) for pair in ((text_q, q), (text_k, k), (none, v)))
+    merged = (packed.merge(*pair).to(v.dtype) for pair in ((text_q, q), (text_k, k), (none, v)))
     out: Tensor = packed.step.attention(*merged, scale=scale)
     visual: Tensor = packed.split(out)[1][..., :-8].flatten(1)
     return _project_out(attn, visual)

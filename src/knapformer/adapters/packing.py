@@ -76,8 +76,9 @@ class Packed:
         """q, k, v (T, H, D) of packed tokens, rotated where the model rotates, to (T, H·D)."""
         if self.rotate is not None:
             q, k = self.rotate(q), self.rotate(k)
-        out: Tensor = self.step.attention(q, k, v)
-        return out.flatten(1).to(q.dtype)
+        # Under autocast, norms give float32 and projections half precision.
+        out: Tensor = self.step.attention(q.to(v.dtype), k.to(v.dtype), v)
+        return out.flatten(1)
 
     def merge(self, text: Tensor, visual: Tensor) -> Tensor:
         """(T_text, …) and (T_visual, …) to (T, …)."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from importlib import metadata
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,12 @@ from knapformer.adapters.routing_plan import (
 )
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
-from knapformer.exchange import Channel, Route, exchange
-from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
+from knapformer.exchange import Channel, exchange
+from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
 from knapformer.lengths import Lengths, parse_local_lengths
 from knapformer.plan import Plan
 from knapformer.planners import make_plan
+from knapformer.routes import Route
 from knapformer.schedule import Blocks, RankTokens, make_exchange, starts_of, token_exchange
 from knapformer.topology import Topology
 from knapformer.version import __version__
@@ -223,11 +225,13 @@ class SequenceBalancer:
 
     def _make_bag_group(self) -> dist.ProcessGroup | None:
         """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs."""
-        if len(self._bag_ranks) == 1:
+        if not dist.is_initialized():
             return None
-        members = [self.group.offset + rank for rank in self._bag_ranks]
-        group: dist.ProcessGroup = dist.new_group(members, use_local_synchronization=True)
-        return group
+        sizes = self.topology.bag_sizes * (dist.get_world_size() // self.topology.num_ranks)
+        ends = list(accumulate(sizes))
+        assert dist.group.WORLD is not None
+        group = subgroup(dist.group.WORLD, [range(end - size, end) for size, end in zip(sizes, ends, strict=True)])
+        return None if len(self._bag_ranks) == 1 else group
 
     def _plan(self, local_seq_lens: Any, token_dim: int) -> tuple[Plan, Lengths]:
         cost = CostModel(hidden=token_dim, num_heads=max(self.topology.bag_sizes), gamma=self.gamma)

@@ -196,8 +196,8 @@ def _keys(attn: Any, rows_in: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def _cross(q: Tensor, k: Tensor, v: Tensor, packed: Packed, name: str) -> Tensor:
     """Each sequence's tokens on this rank to its own context rows: (T, H·D)."""
-    out = varlen_attention(q, k, v, packed.token_offsets, packed.context_offsets[name])
-    return out.flatten(1).type_as(q)
+    out = varlen_attention(q.to(v.dtype), k.to(v.dtype), v, packed.token_offsets, packed.context_offsets[name])
+    return out.flatten(1)
 
 
 def cost(config: Any) -> CostModel:

@@ -17,7 +17,7 @@ from knapformer.bench.links import measure_links
 from knapformer.bench.runner import DEMO, ModelRunner
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
-from knapformer.groups import BalancingGroup
+from knapformer.groups import BalancingGroup, wait_for_all
 from knapformer.shapes import model_shape
 
 SCHEMA = "knapformer.cost/1"
@@ -76,7 +76,7 @@ def calibrate_links(cost: CostModel | None) -> dict[str, Any] | None:
     try:
         group = BalancingGroup.create()
         links = measure_links(group)
-        dist.barrier()
+        wait_for_all(group)
     finally:
         dist.destroy_process_group()
     if group.rank != 0:

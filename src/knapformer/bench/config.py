@@ -116,6 +116,14 @@ class TrainConfig:
                 f"{self.max_text_tokens} and {self.learning_rate}"
             )
 
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ``ConfigurationError`` unless bags and shards fit that many ranks."""
+        for planner in self.planners:
+            if planner.topology is not None:
+                Topology.parse(planner.topology).num_groups(num_ranks)
+        if self.shard_size is not None and (self.shard_size < 1 or num_ranks % self.shard_size):
+            raise ConfigurationError(f"shards of {self.shard_size} ranks do not divide {num_ranks} ranks")
+
     def to_dict(self) -> dict[str, Any]:
         """For a results file."""
         return {**asdict(self), "planners": [str(planner) for planner in self.planners]}

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from knapformer import errors
 from knapformer.bench.config import TrainConfig, usable_cores
@@ -63,14 +63,16 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
     if given is not None:
         if num_ranks not in (None, given):
             raise ConfigurationError(f"torchrun started {given} ranks, but {num_ranks} are asked for")
+        config.check_ranks(given)
         return _rank(int(os.environ["RANK"]), given, "env://", config)
     num_ranks = default_num_ranks() if num_ranks is None else num_ranks
     if num_ranks < 1:
         raise ConfigurationError(f"needs at least one rank, got {num_ranks}")
+    config.check_ranks(num_ranks)
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise ConfigurationError(f"{num_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")
     with tempfile.TemporaryDirectory() as folder:
-        ranks = mp.start_processes(
+        ranks = start_processes(
             _spawned, (num_ranks, folder, config), nprocs=num_ranks, join=False, start_method="spawn"
         )
         # A rank that fails ends the others; torch would say so on stderr, beside the error itself.
@@ -78,7 +80,7 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
         try:
             while not ranks.join():
                 pass
-        except mp.ProcessExitedException:
+        except ProcessExitedException:
             raise _failure(Path(folder)) from None
         result: dict[str, Any] = json.loads((Path(folder) / "result.json").read_text())
     return result

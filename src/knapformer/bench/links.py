@@ -9,10 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from knapformer.errors import ConfigurationError
-from knapformer.groups import BalancingGroup, gather_values, wait_for_all
+from knapformer.exchange import all_to_all
+from knapformer.groups import BalancingGroup, gather_values, subgroup, wait_for_all
 
 SMALL_BYTES, LARGE_BYTES = 1_024, 16_000_000
 PROBES, WARM_UP = 12, 2
@@ -58,18 +58,17 @@ def measure_links(group: BalancingGroup, ranks_per_node: int | None = None) -> d
 
 def _measure(group: BalancingGroup, groups: list[list[int]]) -> Link:
     """All groups exchange at once, as they would in a step."""
-    handles = [dist.new_group(members) for members in groups]
-    own = next(i for i, members in enumerate(groups) if group.rank in members)
-    size = len(groups[own])
+    assert group.data is not None
+    own, size = subgroup(group.data, groups), len(groups[0])
     times = {}
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
         sent = torch.ones(num_bytes // size * size, dtype=torch.uint8, device=group.device)
-        received = torch.empty_like(sent)
+        received, splits = torch.empty_like(sent), [num_bytes // size] * size
         seconds = []
         for _ in range(PROBES):
             wait_for_all(group)
             began = time.perf_counter()
-            dist.all_to_all_single(received, sent, group=handles[own])
+            all_to_all(received, sent, splits, splits, own).wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)

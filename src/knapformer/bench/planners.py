@@ -154,7 +154,7 @@ def _bags(trials: dict[str, list[_Trial]]) -> dict[str, list[_Trial]]:
 def _row(scenario: Scenario, num_ranks: int, planner: str, trials: Sequence[_Trial]) -> Row:
     found = [trial.found for trial in trials]
     return Row(
-        workload=scenario.workload,
+        workload=scenario.workload.replace(WAN_SHARE, "/".join(SHARES)),
         num_ranks=num_ranks,
         num_heads=scenario.cost.num_heads,
         planner=planner,

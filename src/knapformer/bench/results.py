@@ -92,9 +92,10 @@ def calibration_line(result: Mapping[str, Any]) -> str:
     if found is None:
         return "cost model: as given"
     cost = found["cost"]
+    links = f", links {cost['machine']['intra_node_bytes_per_s'] / 1e9:.2f} GB/s" if result["num_ranks"] > 1 else ""
     return (
-        f"cost model: {cost['flops_per_s'] / 1e9:.1f} GFLOP/s, γ {cost['gamma']:.2f}, links "
-        f"{cost['machine']['intra_node_bytes_per_s'] / 1e9:.2f} GB/s; R² {found['fit']['r2']:.4f}, held-out error "
+        f"cost model: {cost['flops_per_s'] / 1e9:.1f} GFLOP/s, γ {cost['gamma']:.2f}{links}; "
+        f"R² {found['fit']['r2']:.4f}, held-out error "
         f"{100 * found['held_out_mape']:.1f} %; calibrated in {found['seconds']:.1f} s"
     )
 

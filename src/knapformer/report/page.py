@@ -13,8 +13,7 @@ from typing import Any
 from knapformer.bench.results import SCHEMA, loss_curve, step_times
 from knapformer.errors import ConfigurationError
 
-_GREY, _INK, _RULE, _RED, _VEIL = "#8c939b", "#1c2733", "#e3e7eb", "#c0392b", "rgba(255,255,255,0.8)"
-_RED_TEXT = {"font": {"color": _RED, "size": 12}, "bgcolor": _VEIL}
+_GREY, _INK, _RULE, _RED = "#8c939b", "#1c2733", "#e3e7eb", "#c0392b"
 _BAGS = ("#9ec5f4", "#4a8fe0", "#1f5fb0", "#143d73")
 _OTHERS = ("#d0862a", "#a4579c", "#6b6f1d")
 _MOLDABLE = "#0a8f62"
@@ -71,7 +70,7 @@ def render_page(result: Mapping[str, Any]) -> str:
     titles = {
         "load": (
             "Load of each rank",
-            "Busy seconds in a step, waiting excluded; medians. ◇ is what the cost model says.",
+            "Busy seconds in a step, waiting excluded; medians. The bound shares home's evenly.",
         ),
         "steps": ("Step time", "Every timed step; the line in each box is the median."),
         "time": ("Where the time goes", "Mean over ranks. Exchanges include waiting for the other ranks in them."),
@@ -98,27 +97,25 @@ def load_figure(result: Mapping[str, Any]) -> dict[str, Any]:
     warmup, planners = result["config"]["warmup_steps"], result["planners"]
     colors = _colors(list(planners))
     ranks = [f"rank {rank}" for rank in range(result["num_ranks"])]
+    marker = {"symbol": "diamond-open", "size": 8, "color": _INK}
+    shown = {"mode": "markers", "marker": marker, "showlegend": False}
     bars, predictions = [], []
     for name, notes in planners.items():
         busy = [_median(own[warmup:]) for own in notes["busy_s"]]
         predicted = [_median(own[warmup:]) for own in notes["predicted_busy_s"]]
         group = {"x": ranks, "offsetgroup": name}
         bars.append({"type": "bar", "name": name, "y": busy, "marker": {"color": colors[name]}, **group})
-        marker = {"symbol": "diamond-open", "size": 8, "color": _INK}
-        shown = {"mode": "markers", "marker": marker, "showlegend": False, "hovertemplate": "predicted %{y:.3f} s"}
-        predictions.append({"type": "scatter", "name": name, "y": predicted, **shown, **group})
+        predictions.append({"type": "scatter", "name": f"{name} predicted", "y": predicted, **shown, **group})
     even = statistics.fmean(bars[0]["y"])  # type: ignore[type-var]
-    line = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even}
-    label = {"xref": "paper", "x": 1, "y": even, "xanchor": "right", "yanchor": "bottom", "showarrow": False}
-    layout = {
-        "barmode": "group",
-        "scattermode": "group",
-        "shapes": [{**line, "line": {"color": _RED, "width": 2, "dash": "dash"}}],
-        "annotations": [
-            {**label, "text": "lower bound: even shares", "font": {"color": _RED, "size": 12}, "bgcolor": _VEIL}
-        ],
-    }
-    return {"data": [*bars, *predictions], "layout": _layout("busy, s", **layout)}
+    line = {"color": _RED, "width": 2, "dash": "dash"}
+    shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even, "line": line}
+    nowhere = {"type": "scatter", "x": [None], "y": [None]}
+    legend = [
+        {**nowhere, "name": "cost model", **shown, "showlegend": True},
+        {**nowhere, "name": "lower bound", "mode": "lines", "line": line},
+    ]
+    layout = _layout("busy, s", barmode="group", scattermode="group", shapes=[shape])
+    return {"data": [*bars, *predictions, *legend], "layout": layout}
 
 
 def steps_figure(result: Mapping[str, Any]) -> dict[str, Any]:
