@@ -76,7 +76,9 @@ class BalancedAttention:
         if self.schedule.is_local:
             return self._whole(q, k, v, scale, causal)
         if causal and self.schedule.has_query_tiles:
-            raise ConfigurationError("causal attention needs tiles with all queries; the plan has tiles of part of them")
+            raise ConfigurationError(
+                "causal attention needs tiles with all queries; the plan has tiles of part of them"
+            )
         num_whole = self.cu_whole[-1]
         width = q.shape[-1]
         parts = [x[num_whole:].reshape(-1, width) for x in (q, k, v)]

@@ -64,7 +64,8 @@ def sources() -> dict[str, ast.Module]:
 
 
 def layer_of(file: str) -> str:
-    return file.split("/", maxsplit=1)[0].removesuffix(".py").split("_predict")[0]
+    name = file.split("/")[0].removesuffix(".py")
+    return "cli" if name.startswith("cli_") else name
 
 
 def imported_layers(tree: ast.Module) -> set[str]:
