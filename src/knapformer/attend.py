@@ -67,7 +67,7 @@ class BalancedAttention:
 
         Raises:
             LengthsError: the rows are not those of the plan.
-            ConfigurationError: causal attention where this rank's tiles have part of the queries.
+            ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
         """
         if q.shape[0] != self.num_rows:
             raise LengthsError(
@@ -76,7 +76,9 @@ class BalancedAttention:
         if self.schedule.is_local:
             return self._whole(q, k, v, scale, causal)
         if causal and self.schedule.has_query_tiles:
-            raise ConfigurationError("causal attention needs tiles with all queries; plan with query_tiles=False")
+            raise ConfigurationError(
+                "causal attention needs tiles with all queries; the plan has tiles of part of them"
+            )
         num_whole = self.cu_whole[-1]
         width = q.shape[-1]
         parts = [x[num_whole:].reshape(-1, width) for x in (q, k, v)]

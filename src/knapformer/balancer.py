@@ -328,7 +328,7 @@ class Step:
 
     def _make_attention(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
         balancer = self._balancer
-        schedule = attention_schedule(self.plan.with_heads(num_heads, num_kv_heads), self._tokens, self.rank)
+        schedule = attention_schedule(self.plan, self._tokens, self.rank, num_heads, num_kv_heads)
         return BalancedAttention(
             schedule,
             balancer.channel,
