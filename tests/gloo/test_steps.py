@@ -232,6 +232,36 @@ def causal_query_tiles(rank: int) -> bool:
     return step.attention(x, x, x).shape == x.shape
 
 
+def autocast(rank: int) -> bool:
+    """q and k in float32, v in bfloat16, and rank 1 without heads: it sends and expects what the others do."""
+
+    def plan(lengths: Lengths) -> Plan:
+        total = lengths.tokens.tolist()
+        return Plan.from_placements(
+            lengths=total,
+            homes=lengths.homes.tolist(),
+            segments=[[(1, 0, n)] if n else [] for n in total],
+            tiles=[[(0, 0, HEADS, 0, n)] if n else [] for n in total],
+            world_size=lengths.num_ranks,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            planner="apart",
+        )
+
+    step = Balancer(CostModel(hidden=HEADS * WIDTH, num_heads=HEADS), planner=plan).prepare(LENGTHS[rank])
+    q = tokens(LENGTHS[rank]).detach().float().requires_grad_()
+    results = []
+    for attention in (lambda *qkv: step.restore(step.attention(*step.route(*qkv))), local_attention(LENGTHS[rank])):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attention(q.sin(), q, q.cos().bfloat16())
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), q)))
+    (found, gradient), (expected, reference) = results
+    with pytest.raises(ConfigurationError, match=r"one dtype, got torch\.float32, torch\.float32, torch\.bfloat16"):
+        step.attention(q, q, q.bfloat16())
+    near = bool((gradient - reference).norm() < 0.02 * reference.norm())
+    return found.dtype == expected.dtype == torch.bfloat16 and torch.equal(found, expected) and near
+
+
 def some_need_gradients(rank: int) -> bool:
     """Only q, only k, only v requires a gradient."""
     step, lengths, good = make_balancer().prepare(LENGTHS[rank]), LENGTHS[rank], []
@@ -260,6 +290,7 @@ CHECKS: tuple[Callable[[int], bool], ...] = (
     other_models,
     fewer_heads_than_tiles,
     causal_query_tiles,
+    autocast,
     some_need_gradients,
     without_overlap,
 )

@@ -64,7 +64,7 @@ def sources() -> dict[str, ast.Module]:
 
 
 def layer_of(file: str) -> str:
-    name = file.split("/")[0].removesuffix(".py")
+    name = file.split("/", maxsplit=1)[0].removesuffix(".py")
     return "cli" if name.startswith("cli_") else name
 
 
