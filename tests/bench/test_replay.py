@@ -10,7 +10,7 @@ import torch
 
 from knapformer.bench.calibrate_model import NUM_FITTED, NUM_HELD_OUT, calibrate_model, find_longest, make_packs
 from knapformer.bench.replay import rank_share, replay
-from knapformer.bench.runner import ModelRunner, seconds_of
+from knapformer.bench.runner import ModelRunner, Stopwatch, seconds_of
 from knapformer.cli import main
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
@@ -47,13 +47,14 @@ def test_calibration_recovers_a_known_cost(runner: ModelRunner, monkeypatch: pyt
         exact = 1e-3 + 2e-6 * sum(pack) + 3e-9 * sum(n * n for n in pack)
         return exact * rng.uniform(0.99, 1.01)
 
-    monkeypatch.setattr("knapformer.bench.calibrate_model.seconds_of", fake_seconds)
+    monkeypatch.setattr("knapformer.bench.runner.seconds_of", fake_seconds)
     found = calibrate_model(runner, longest_tokens=8192, repeats=5)
     assert found.fit.s_per_token == pytest.approx(2e-6, rel=0.02)
     assert found.fit.s_per_pair == pytest.approx(3e-9, rel=0.02)
     assert 0 < found.held_out_mape < 0.01
     assert found.cost.linear_s_per_token * 2 * 3 == pytest.approx(2e-6, rel=0.02)
     assert found.cost.attention_s([1]).item() * 2 * 3 == pytest.approx(3e-9, rel=0.02)
+    monkeypatch.setattr("knapformer.bench.calibrate_model.seconds_of", fake_seconds)
     with pytest.raises(ConfigurationError, match=r"a pass over 512 tokens takes longer than 1e-09 s; raise --budget"):
         find_longest(runner, 1e-9)
 
@@ -110,6 +111,25 @@ def test_plans_of_other_heads_are_cut_over_the_models(runner: ModelRunner) -> No
     assert len(results["flux"]["measured_s"]) == 2
 
 
+def test_a_machine_that_slows_down_does_not_show(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run of 3 references counts 3 references, however fast the machine is at the moment."""
+    monkeypatch.setattr(runner, "train", lambda pack, attention=None: None)
+    speeds = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+
+    def fake_seconds(run: object, device: torch.device) -> float:
+        return next(speeds) * (3.0 if run is slow else 1.0)
+
+    monkeypatch.setattr("knapformer.bench.runner.seconds_of", fake_seconds)
+
+    def slow() -> None:
+        """Never run."""
+
+    watch = Stopwatch(runner)
+    units = [watch.units(slow) for _ in range(3)]
+    assert units == [3.0, pytest.approx(3.0, rel=0.4), 3.0]
+    assert watch.seconds(units) == 3.0 * 1.5
+
+
 def test_processor_time_is_counted() -> None:
     assert 0 < seconds_of(lambda: torch.ones(300, 300) @ torch.ones(300, 300), CPU) < 5
 
@@ -137,7 +157,7 @@ def test_a_fit_that_misses_is_not_written_unless_forced(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = iter(range(1, 10_000))
-    monkeypatch.setattr("knapformer.bench.calibrate_model.seconds_of", lambda run, device: 1.0 + next(noise) * 7 % 5)
+    monkeypatch.setattr("knapformer.bench.runner.seconds_of", lambda run, device: 1.0 + next(noise) * 7 % 5)
     file = tmp_path / "cost.json"
     options = ["calibrate", "--longest", "512", "--repeats", "1", "--device", "cpu", "-o", str(file)]
     with monkeypatch.context() as patch:

@@ -54,7 +54,7 @@ def accumulate(rank: int, world_size: int, num_micro_batches: int, drop: bool) -
         (output * weights).sum().backward()
     assert sorted(seen) == list(range(len(mine)))
     gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()]
-    found = dict(zip((name for name, _ in model.named_parameters()), summed(gradients), strict=True))
+    found = dict(zip([name for name, _ in model.named_parameters()], summed(gradients), strict=True))
     found |= {
         f"{kind} {i}": torch.zeros_like(x) if x.grad is None else x.grad
         for i, s in enumerate(mine)

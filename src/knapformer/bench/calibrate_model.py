@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import random
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from knapformer.bench.calibrate import Pack
-from knapformer.bench.runner import ModelRunner, seconds_of
+from knapformer.bench.runner import ModelRunner, Stopwatch, seconds_of
 from knapformer.cost import CostModel, Fit, PackSample, fit
 from knapformer.errors import ConfigurationError
 
@@ -99,12 +98,13 @@ def calibrate_model(
     longest = find_longest(runner, budget_s * PROBE_SHARE) if longest_tokens is None else longest_tokens
     fitted, tested = make_packs(longest)
     runner.train(max(fitted, key=sum))
+    watch = Stopwatch(runner)
     times: dict[Pack, list[float]] = {pack: [] for pack in (*fitted, *tested)}
     for _ in range(repeats):
-        for pack, seconds in times.items():
-            seconds.append(seconds_of(lambda pack=pack: runner.train(pack), runner.device))  # type: ignore[misc]
+        for pack, units in times.items():
+            units.append(watch.units(lambda pack=pack: runner.train(pack)))  # type: ignore[misc]
             on_pack()
-    samples = {pack: PackSample(pack, statistics.median(seconds)) for pack, seconds in times.items()}
+    samples = {pack: PackSample(pack, watch.seconds(units)) for pack, units in times.items()}
     found = fit([samples[pack] for pack in fitted])
     template = runner.template
     held_out = [samples[pack] for pack in tested]

@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from knapformer.attend import BalancedAttention
 from knapformer.attention_schedule import attention_schedule
-from knapformer.bench.runner import ModelRunner, seconds_of
+from knapformer.bench.runner import ModelRunner, Stopwatch
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
 from knapformer.exchange import Channel
@@ -114,19 +114,22 @@ def replay(
     shares = {name: [rank_share(plan, rank, runner) for rank in range(num_ranks)] for name, plan in plans.items()}
     times: dict[str, list[list[float]]] = {name: [[] for _ in range(num_ranks)] for name in plans}
     next(iter(shares.values()))[0]()
+    watch = Stopwatch(runner)
     for _ in range(repeats):
         for rank in range(num_ranks):
             for name, runs in shares.items():
-                times[name][rank].append(seconds_of(runs[rank], runner.device))
+                times[name][rank].append(watch.units(runs[rank]))
                 on_rank()
-    return {name: _summary(plans[name], cost, t0_s, times[name]) for name in plans}
+    return {name: _summary(plans[name], cost, t0_s, times[name], watch) for name in plans}
 
 
-def _summary(plan: Plan, cost: CostModel, t0_s: float, times: Sequence[Sequence[float]]) -> dict[str, Any]:
+def _summary(
+    plan: Plan, cost: CostModel, t0_s: float, times: Sequence[Sequence[float]], watch: Stopwatch
+) -> dict[str, Any]:
     """Measured and predicted seconds of each rank's computing, and what follows from them."""
     evaluation = evaluate(plan, cost)
     passes = cost.num_layers * cost.pass_factor
-    measured = [statistics.median(rank) for rank in times]
+    measured = [watch.seconds(rank) for rank in times]
     predicted = [t0_s + passes * busy for busy in evaluation.rank_busy_s.tolist()]
     errors = [p / m - 1 for p, m in zip(predicted, measured, strict=True)]
     predicted_mean = statistics.fmean(predicted)

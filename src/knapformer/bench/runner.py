@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -21,6 +22,9 @@ DEMO = "demo"
 
 INIT_STD = 0.02
 """Of all weights: the usual zeros at the end of each block would make every value behind them trivial."""
+
+REFERENCE_PACK = (192, 192)
+"""Sequences of the pack that drift is measured by."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -113,3 +117,40 @@ def seconds_of(run: Callable[[], None], device: torch.device) -> float:
     began = time.thread_time()
     run()
     return time.thread_time() - began
+
+
+class Stopwatch:
+    """Times runs on a machine whose speed drifts, because others use it too or it grows warm.
+
+    On the CPU a short reference pack is timed before and after each run, and a run counts in units of it: what slows
+    both falls out. ``seconds`` turns units back into seconds, at the machine's median speed over all references. On
+    CUDA runs count in seconds.
+
+    Args:
+        runner: runs the reference.
+    """
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.references: list[float] = []
+        self._refer()
+
+    def units(self, run: Callable[[], None]) -> float:
+        """Of one call of ``run``."""
+        if self.runner.device.type == "cuda":
+            return seconds_of(run, self.runner.device)
+        before = self.references[-1]
+        seconds = seconds_of(run, self.runner.device)
+        return 2 * seconds / (before + self._refer())
+
+    def seconds(self, units: Sequence[float]) -> float:
+        """The median of several measurements of the same run."""
+        return statistics.median(units) * statistics.median(self.references)
+
+    def _refer(self) -> float:
+        if self.runner.device.type == "cuda":
+            reference = 1.0
+        else:
+            reference = seconds_of(lambda: self.runner.train(REFERENCE_PACK), self.runner.device)
+        self.references.append(reference)
+        return reference
