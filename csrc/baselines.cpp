@@ -9,8 +9,8 @@ namespace knapformer {
 namespace {
 
 constexpr int kWholeSteps = 2000;
-constexpr size_t kWholeBreadth = 32;
-constexpr double kWholeGoal = 1e-5;  // relative distance from the lower bound that is as good as none
+constexpr size_t kWholeBreadth = 12;
+constexpr double kWholeGoal = 5e-5;  // relative distance from the lower bound that is as good as none
 
 PlanColumns whole_plan(const Problem& problem, const std::vector<int32_t>& rank_of) {
   PlanColumns plan;
@@ -37,7 +37,7 @@ double highest(const std::vector<Bin>& bins) {
 
 PlanColumns plan_home(const Problem& problem) { return whole_plan(problem, problem.homes); }
 
-std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps) {
+std::optional<std::vector<int32_t>> choose_whole(const Problem& problem, bool keep_caps) {
   std::vector<Item> items;
   for (int32_t s : problem.heaviest_first) items.push_back({s, problem.work_s[s], problem.lengths[s]});
   auto at_home = rank_bins(problem, keep_caps);
@@ -52,7 +52,12 @@ std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps) {
   for (int32_t r = 0; r < problem.num_ranks; ++r) {
     for (const auto& item : bins[r].items) rank_of[item.id] = r;
   }
-  return whole_plan(problem, rank_of);
+  return rank_of;
+}
+
+std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps) {
+  const auto rank_of = choose_whole(problem, keep_caps);
+  return rank_of ? std::optional(whole_plan(problem, *rank_of)) : std::nullopt;
 }
 
 PlanColumns plan_ulysses(const Problem& problem) {

@@ -14,6 +14,9 @@ PlanColumns plan_home(const Problem& problem);
 // where that is better and keeps the caps. Nothing where the caps leave a sequence no rank.
 std::optional<PlanColumns> plan_whole(const Problem& problem, bool keep_caps = true);
 
+// The rank of each sequence in that plan.
+std::optional<std::vector<int32_t>> choose_whole(const Problem& problem, bool keep_caps);
+
 // Every sequence over all ranks of one node, evenly; heaviest first to the node with the least work per rank.
 PlanColumns plan_ulysses(const Problem& problem);
 

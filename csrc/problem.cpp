@@ -30,6 +30,11 @@ void Problem::prepare() {
   num_nodes = static_cast<int32_t>(seen.size());
 }
 
+Placement whole_on(const Problem& problem, int32_t sequence, int32_t rank) {
+  const int64_t length = problem.lengths[sequence];
+  return {{{rank, 0, length}}, {{rank, 0, problem.num_heads, 0, length}}};
+}
+
 void PlanColumns::add_segment(int32_t rank, int64_t start, int64_t end) {
   if (end <= start) return;
   segment_rank.push_back(rank);
@@ -69,9 +74,8 @@ void PlanColumns::add_even(const Problem& problem, int32_t sequence, int32_t fir
   end_sequence();
 }
 
-void PlanColumns::add_placement(const Placement& placement) {
-  auto segments = placement.segments;
-  auto tiles = placement.tiles;
+void PlanColumns::add_placement(Placement&& placement) {
+  auto& [segments, tiles] = placement;
   std::sort(segments.begin(), segments.end(), [](const Segment& a, const Segment& b) { return a.start < b.start; });
   std::sort(tiles.begin(), tiles.end(), [](const Tile& a, const Tile& b) {
     return std::tie(a.head_start, a.query_start) < std::tie(b.head_start, b.query_start);

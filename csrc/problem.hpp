@@ -56,6 +56,8 @@ struct Placement {
   std::vector<Tile> tiles;
 };
 
+Placement whole_on(const Problem& problem, int32_t sequence, int32_t rank);
+
 // Borrowed columns of a plan: those of PlanColumns, or NumPy's.
 struct PlanView {
   int32_t num_sequences;
@@ -86,7 +88,7 @@ struct PlanColumns {
   void add_whole(const Problem& problem, int32_t sequence, int32_t rank);
   // Equal segments and tiles over `count` consecutive ranks, cut at floor(k·L / count) and floor(k·H / count).
   void add_even(const Problem& problem, int32_t sequence, int32_t first_rank, int32_t count);
-  void add_placement(const Placement& placement);
+  void add_placement(Placement&& placement);
   PlanView view() const;
 };
 

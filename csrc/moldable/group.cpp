@@ -26,7 +26,7 @@ void GroupSolver::place(const Group& group, const std::vector<Item>& fillers, st
   const Variant best = best_variant(group, fillers);
   fill(group, fillers, best.fill);
   share(best.together, best.snap);
-  emit(group, fillers, placements);
+  emit(fillers, placements);
 }
 
 GroupSolver::Variant GroupSolver::best_variant(const Group& group, const std::vector<Item>& fillers) {
@@ -379,12 +379,10 @@ double GroupSolver::communication(size_t i) const {
          (longer(near_[i]) / p_.intra_bytes_per_s + longer(far_[i]) / p_.inter_bytes_per_s);
 }
 
-void GroupSolver::emit(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements) const {
-  (void)group;
+void GroupSolver::emit(const std::vector<Item>& fillers, std::vector<Placement>& placements) const {
   for (size_t k = 0; k < fillers.size(); ++k) {
     if (whole_rank_[k] < 0) continue;
-    const int32_t s = fillers[k].id, r = rank_[whole_rank_[k]];
-    placements[s] = {{{r, 0, p_.lengths[s]}}, {{r, 0, p_.num_heads, 0, p_.lengths[s]}}};
+    placements[fillers[k].id] = whole_on(p_, fillers[k].id, rank_[whole_rank_[k]]);
   }
   for (size_t k = 0; k < split_.size(); ++k) {
     auto& placement = placements[split_[k]];

@@ -59,7 +59,7 @@ class GroupSolver {
   void price_flows(size_t k);
   void price_pieces(size_t k);
   double communication(size_t i) const;
-  void emit(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements) const;
+  void emit(const std::vector<Item>& fillers, std::vector<Placement>& placements) const;
   void emit_tiles(size_t k, Placement& placement) const;
 
   const Problem& p_;

@@ -49,19 +49,22 @@ class Contest {
   Evaluation score_;
 };
 
-PlanColumns searched_plan(const Problem& problem) {
-  Search search(problem);
-  PlanColumns plan;
-  auto placements = search.place(search.run());
+PlanColumns home_aware_plan(const Problem& problem, std::vector<Placement> placements) {
   keep_home(problem, placements);
-  for (const auto& placement : placements) plan.add_placement(placement);
+  PlanColumns plan;
+  for (auto& placement : placements) plan.add_placement(std::move(placement));
   return plan;
 }
 
 // Without the caps, and under them where that breaks one.
 void enter_whole(const Problem& problem, Contest& contest) {
-  if (contest.enter(*plan_whole(problem, false))) return;
-  if (auto plan = plan_whole(problem)) contest.enter(std::move(*plan));
+  for (bool keep_caps : {false, true}) {
+    const auto rank_of = choose_whole(problem, keep_caps);
+    if (!rank_of) return;
+    std::vector<Placement> placements;
+    for (size_t s = 0; s < rank_of->size(); ++s) placements.push_back(whole_on(problem, static_cast<int32_t>(s), (*rank_of)[s]));
+    if (contest.enter(home_aware_plan(problem, std::move(placements)))) return;
+  }
 }
 
 double heaviest_alone_s(const Problem& problem) {
@@ -119,7 +122,10 @@ PlanColumns plan_moldable(const Problem& problem) {
   const double alone = heaviest_alone_s(problem);
   const bool whole_first = alone <= bound * (1.0 + kGoodEnough);
   if (whole_first) enter_whole(problem, contest);
-  if (contest.makespan_s() > bound * (1.0 + kGoodEnough)) contest.enter(searched_plan(problem));
+  if (contest.makespan_s() > bound * (1.0 + kGoodEnough)) {
+    Search search(problem);
+    contest.enter(home_aware_plan(problem, search.place(search.run())));
+  }
   if (!whole_first && alone < contest.makespan_s()) enter_whole(problem, contest);
   enter_others(problem, contest);
   return contest.winner();

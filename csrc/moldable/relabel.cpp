@@ -1,7 +1,6 @@
 #include "moldable/relabel.hpp"
 
 #include <algorithm>
-#include <map>
 #include <numeric>
 #include <tuple>
 #include <utility>
@@ -21,28 +20,49 @@ struct Stay {
   double tokens;
 };
 
-using Counts = std::map<int32_t, int64_t>;  // by rank
+// The whole sequences, grouped by length, in order of length and id.
+std::vector<std::vector<int32_t>> equal_sequences(const Problem& p, const std::vector<Placement>& placements) {
+  std::vector<int32_t> whole;
+  for (size_t s = 0; s < placements.size(); ++s) {
+    if (is_whole(placements[s])) whole.push_back(static_cast<int32_t>(s));
+  }
+  std::stable_sort(whole.begin(), whole.end(), [&](int32_t a, int32_t b) { return p.lengths[a] < p.lengths[b]; });
+  std::vector<std::vector<int32_t>> classes;
+  for (int32_t s : whole) {
+    if (classes.empty() || p.lengths[classes.back().front()] != p.lengths[s]) classes.emplace_back();
+    classes.back().push_back(s);
+  }
+  return classes;
+}
+
+// How often each rank occurs, by rank.
+std::vector<std::pair<int32_t, int64_t>> counts(std::vector<int32_t> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::vector<std::pair<int32_t, int64_t>> found;
+  for (int32_t r : ranks) {
+    if (found.empty() || found.back().first != r) found.push_back({r, 0});
+    ++found.back().second;
+  }
+  return found;
+}
 
 // Step 1.
 std::vector<Stay> stays(const Problem& p, const std::vector<Placement>& placements) {
-  std::map<int64_t, std::pair<Counts, Counts>> by_length;  // ranks that hold whole ones, ranks where they are at home
   std::vector<Stay> found;
   for (size_t s = 0; s < placements.size(); ++s) {
-    if (is_whole(placements[s])) {
-      auto& [held, homes] = by_length[p.lengths[s]];
-      ++held[placements[s].segments[0].rank];
-      ++homes[p.homes[s]];
-    } else {
-      for (const auto& x : placements[s].segments) {
-        found.push_back({x.rank, p.homes[s], static_cast<double>(x.end - x.start)});
-      }
-    }
+    if (is_whole(placements[s])) continue;
+    for (const auto& x : placements[s].segments) found.push_back({x.rank, p.homes[s], static_cast<double>(x.end - x.start)});
   }
-  for (const auto& [length, counts] : by_length) {
-    for (const auto& [from, held] : counts.first) {
-      for (const auto& [to, homes] : counts.second) {
-        found.push_back({from, to, static_cast<double>(length * std::min(held, homes))});
-      }
+  for (const auto& sequences : equal_sequences(p, placements)) {
+    std::vector<int32_t> held, homes;
+    for (int32_t s : sequences) {
+      held.push_back(placements[s].segments[0].rank);
+      homes.push_back(p.homes[s]);
+    }
+    const auto held_counts = counts(std::move(held)), home_counts = counts(std::move(homes));
+    const auto length = static_cast<double>(p.lengths[sequences.front()]);
+    for (const auto& [from, places] : held_counts) {
+      for (const auto& [to, own] : home_counts) found.push_back({from, to, length * static_cast<double>(std::min(places, own))});
     }
   }
   return found;
@@ -96,26 +116,31 @@ std::vector<int32_t> new_ranks(const Problem& p, const std::vector<Stay>& stays)
 
 // Step 3.
 void exchange_equals(const Problem& p, std::vector<Placement>& placements) {
-  std::map<int64_t, std::vector<size_t>> by_length;
-  for (size_t s = 0; s < placements.size(); ++s) {
-    if (is_whole(placements[s])) by_length[p.lengths[s]].push_back(s);
-  }
-  for (const auto& [length, sequences] : by_length) {
-    std::map<int32_t, int64_t> places;  // free places by rank
-    for (size_t s : sequences) ++places[placements[s].segments[0].rank];
-    std::vector<size_t> away;
-    const auto put = [&](size_t s, int32_t rank) {
-      placements[s] = {{{rank, 0, length}}, {{rank, 0, p.num_heads, 0, length}}};
-      if (--places[rank] == 0) places.erase(rank);
+  for (const auto& sequences : equal_sequences(p, placements)) {
+    if (sequences.size() < 2) continue;
+    std::vector<int32_t> held;
+    for (int32_t s : sequences) held.push_back(placements[s].segments[0].rank);
+    auto places = counts(std::move(held));
+    std::vector<int32_t> away;
+    const auto put = [&](int32_t s, int32_t rank) {
+      placements[s].segments[0].rank = rank;
+      placements[s].tiles[0].rank = rank;
     };
-    for (size_t s : sequences) {
-      if (places.count(p.homes[s]) > 0) {
-        put(s, p.homes[s]);
+    for (int32_t s : sequences) {
+      const auto own = std::find_if(places.begin(), places.end(), [&](const auto& x) { return x.first == p.homes[s]; });
+      if (own != places.end() && own->second > 0) {
+        --own->second;
+        put(s, own->first);
       } else {
         away.push_back(s);
       }
     }
-    for (size_t s : away) put(s, places.begin()->first);
+    auto next = places.begin();
+    for (int32_t s : away) {
+      while (next->second == 0) ++next;
+      --next->second;
+      put(s, next->first);
+    }
   }
 }
 

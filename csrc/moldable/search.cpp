@@ -101,9 +101,7 @@ std::vector<Placement> Search::place(const Grouping& grouping) {
       solver_.place(group, grouping.bins[k].items, placements);
       continue;
     }
-    const auto put = [&](int32_t s) {
-      placements[s] = {{{group.ranks[0], 0, p_.lengths[s]}}, {{group.ranks[0], 0, p_.num_heads, 0, p_.lengths[s]}}};
-    };
+    const auto put = [&](int32_t s) { placements[s] = whole_on(p_, s, group.ranks[0]); };
     for (int32_t s : group.anchors) put(s);
     for (const auto& item : grouping.bins[k].items) put(item.id);
   }

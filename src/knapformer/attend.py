@@ -7,11 +7,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from knapformer.attention_schedule import AttentionSchedule
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.exchange import Channel, exchange, finish, start
-from knapformer.kernels import varlen_attention
+from knapformer.kernels import Offsets, varlen_attention
 from knapformer.routes import Route
 
 
@@ -43,9 +44,9 @@ class BalancedAttention:
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.queries, self.keys = (Route.of(e, device) for e in (schedule.queries, schedule.keys))
         self.outputs = self.queries.reversed()
-        self.cu_whole = _offsets(schedule.whole_lengths)
-        self.cu_queries = _offsets(schedule.query_lengths)
-        self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query])
+        self.cu_whole = _offsets(schedule.whole_lengths, device)
+        self.cu_queries = _offsets(schedule.query_lengths, device)
+        self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query], device)
         self.expand_keys = _key_rows(schedule, device)
 
     @property
@@ -58,7 +59,7 @@ class BalancedAttention:
 
         Args:
             q: (T, H, D) packed rows of this rank.
-            k, v: (T, Hkv, D).
+            k, v: (T, Hkv, D), of the dtype of q on every rank.
             scale: of the scores; None means 1/√D.
             causal: a query sees keys up to its own position.
 
@@ -67,7 +68,7 @@ class BalancedAttention:
 
         Raises:
             LengthsError: the rows are not those of the plan.
-            ConfigurationError: causal attention where this rank's tiles have part of the queries.
+            ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
         """
         if q.shape[0] != self.num_rows:
             raise LengthsError(
@@ -76,7 +77,7 @@ class BalancedAttention:
         if self.schedule.is_local:
             return self._whole(q, k, v, scale, causal)
         if causal and self.schedule.has_query_tiles:
-            raise ConfigurationError("causal attention needs tiles with all queries; plan with query_tiles=False")
+            raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
         num_whole = self.cu_whole[-1]
         width = q.shape[-1]
         parts = [x[num_whole:].reshape(-1, width) for x in (q, k, v)]
@@ -98,14 +99,32 @@ class BalancedAttention:
         """(rows of entries, D): each entry is one head of one tile, and a batch entry of one head for the kernel."""
         q, k, v = received
         if self.expand_keys is not None:
-            k, v = k.index_select(0, self.expand_keys), v.index_select(0, self.expand_keys)
+            # An embedding lookup sums gradients of half precision in float32 on CUDA, and in a fixed order.
+            k, v = (functional.embedding(self.expand_keys, x) for x in (k, v))
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         cu_q, cu_k = self.cu_queries, self.cu_keys
         return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self.kernel).squeeze(1)
 
 
-def _offsets(lengths: Sequence[int] | np.ndarray) -> list[int]:
-    return [0, *np.cumsum(lengths, dtype=np.int64).tolist()]
+def as_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the tensors in its dtype, as PyTorch's own attention takes them; else as they are.
+
+    Casting comes before the exchange: it halves the bytes, and ranks without any row send and expect the same dtype.
+
+    Raises:
+        ConfigurationError: they still have several dtypes.
+    """
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        narrow = torch.get_autocast_dtype(kind)
+        tensors = tuple(x if x.dtype == torch.float64 else x.to(narrow) for x in tensors)
+    if len({x.dtype for x in tensors}) > 1:
+        raise ConfigurationError(f"q, k and v must have one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
+    return tensors
+
+
+def _offsets(lengths: Sequence[int] | np.ndarray, device: torch.device) -> Offsets:
+    return Offsets([0, *np.cumsum(lengths, dtype=np.int64).tolist()], device)
 
 
 def _key_rows(schedule: AttentionSchedule, device: torch.device) -> Tensor | None:

@@ -25,7 +25,7 @@ class AttentionSchedule:
         query_lengths: (E,) rows of each entry of q: one for each head of each tile.
         key_lengths: (K,) rows of each entry of k and v.
         key_of_query: (E,) which entry of k and v an entry of q attends to.
-        has_query_tiles: whether a tile of this rank has part of the queries only.
+        has_query_tiles: whether a tile of any rank has part of the queries only; the same on every rank.
         is_local: no rank exchanges anything; the same on every rank.
     """
 
@@ -39,9 +39,21 @@ class AttentionSchedule:
     is_local: bool
 
 
-def attention_schedule(plan: Plan, tokens: RankTokens, rank: int) -> AttentionSchedule:
-    """The exchanges before and after attention of ``rank``."""
+def attention_schedule(
+    plan: Plan, tokens: RankTokens, rank: int, num_heads: int | None = None, num_kv_heads: int | None = None
+) -> AttentionSchedule:
+    """The exchanges before and after attention of ``rank``.
+
+    Args:
+        plan: the plan by which ``tokens`` are packed.
+        tokens: those of ``rank``.
+        rank: in the balancing group.
+        num_heads, num_kv_heads: of the model, where they are not the plan's; see ``Plan.with_heads``.
+    """
+    # The plan for other heads may have a sequence in one piece whose rows are packed with those of split ones.
     split = plan.is_split
+    if num_heads is not None:
+        plan = plan.with_heads(num_heads, num_kv_heads)
     segments = _columns(plan.segment_sequence, plan.segment_rank, plan.segment_start, plan.segment_end)
     segments = _where(segments, split[segments["sequence"]])
     tiles = _columns(plan.tile_sequence, plan.tile_rank, plan.tile_query_start, plan.tile_query_end)
@@ -60,7 +72,7 @@ def attention_schedule(plan: Plan, tokens: RankTokens, rank: int) -> AttentionSc
         query_lengths=np.repeat(own_tiles["end"] - own_tiles["start"], heads),
         key_lengths=np.repeat(own_spans["end"] - own_spans["start"], span_heads),
         key_of_query=_key_of_query(own_tiles, own_spans, plan.num_heads // plan.num_kv_heads),
-        has_query_tiles=bool((own_tiles["end"] - own_tiles["start"] < plan.lengths[own_tiles["sequence"]]).any()),
+        has_query_tiles=bool((tiles["end"] - tiles["start"] < plan.lengths[tiles["sequence"]]).any()),
         is_local=not split.any(),
     )
 

@@ -12,12 +12,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from knapformer.attend import BalancedAttention
+from knapformer.attend import BalancedAttention, as_one_dtype
 from knapformer.attention_schedule import attention_schedule
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, PlanError, RankError
 from knapformer.exchange import Channel, Meter, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs
+from knapformer.kernels import choose_kernel
 from knapformer.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.micro_batches import MicroBatch, join_local, split_micro_batches
 from knapformer.plan import Plan
@@ -314,28 +315,35 @@ class Step:
         """Attention of each sequence to itself, wherever its tokens are. Every rank calls it for every layer.
 
         Args:
-            q: (T, H, D) packed rows; k, v: (T, Hkv, D). Heads other than the plan's get the plan's shares.
+            q: (T, H, D) packed rows; k, v: (T, Hkv, D). Heads other than the plan's get the plan's shares. Under
+                autocast they are cast to its dtype first.
             scale: of the scores; None means 1/√D.
             causal: a query sees keys up to its own position.
 
         Returns:
             (T, H, D).
+
+        Raises:
+            LengthsError: the rows are not those of the plan.
+            ConfigurationError: several dtypes, or causal attention under a plan with tiles of part of the queries.
         """
-        key = (q.shape[1], k.shape[1], q.device)
+        q, k, v = as_one_dtype(q, k, v)
+        key = (q.shape[1], k.shape[1], q.device, q.dtype)
         if key not in self._attentions:
-            self._attentions[key] = self._make_attention(q.shape[1], k.shape[1], q.device)
+            self._attentions[key] = self._make_attention(q, k.shape[1])
         return self._attentions[key](q, k, v, scale=scale, causal=causal)
 
-    def _make_attention(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
-        balancer = self._balancer
-        schedule = attention_schedule(self.plan.with_heads(num_heads, num_kv_heads), self._tokens, self.rank)
+    def _make_attention(self, q: Tensor, num_kv_heads: int) -> BalancedAttention:
+        """For all layers with heads, device and dtype of ``q``; the kernel is chosen here once."""
+        balancer, num_heads = self._balancer, q.shape[1]
+        schedule = attention_schedule(self.plan, self._tokens, self.rank, num_heads, num_kv_heads)
         return BalancedAttention(
             schedule,
             balancer.channel,
-            device,
+            q.device,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
-            kernel=balancer.kernel,
+            kernel=choose_kernel(q) if balancer.kernel == "auto" else balancer.kernel,
             overlap=balancer.overlap,
         )
 
@@ -348,9 +356,7 @@ class Step:
             routes = [self._route(kind, tensors[i].device, reverse) for i in chosen]
             flat = [self._as_rows(tensors[i], route) for i, route in zip(chosen, routes, strict=True)]
             for i, y in zip(chosen, exchange(flat, routes, self._balancer.channel), strict=True):
-                outputs[i] = (
-                    y.view(-1, *tensors[i].shape[1:]) if y.numel() else y.view(y.shape[0], *tensors[i].shape[1:])
-                )
+                outputs[i] = y.view(y.shape[0], *tensors[i].shape[1:])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
     def _as_rows(self, x: Tensor, route: Route) -> Tensor:

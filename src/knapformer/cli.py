@@ -148,8 +148,7 @@ def demo(
     from knapformer.bench.launch import default_num_ranks
 
     num_ranks = default_num_ranks() if ranks is None else ranks
-    # The model is small: each rank keeps its parameters, so that gathering them does not cover up the exchange.
-    config = TrainConfig(planners=default_planners(max(num_ranks, 1)), shard_size=1, reshard_after_forward=False)
+    config = TrainConfig(planners=default_planners(max(num_ranks, 1)))
     _compare(config, num_ranks, output)
 
 

@@ -92,7 +92,6 @@ class Pending:
 
     routes: Sequence[Route]
     channel: Channel
-    shapes: list[tuple[int, ...]] = field(default_factory=list)
     needs_grad: tuple[bool, ...] = ()
     token: Tensor | None = None
     flight: _Flight | None = None
@@ -136,7 +135,6 @@ class _Start(Function):
     @staticmethod
     def forward(ctx: Any, pending: Pending, *tensors: Tensor) -> Tensor:
         pending.needs_grad = tuple(ctx.needs_input_grad[1:])
-        pending.shapes = [tuple(x.shape) for x in tensors]
         ctx.pending = pending
         pending.flight = _Flight.launch(tensors, pending.routes, pending.channel)
         token = tensors[0].new_empty(0)

@@ -6,6 +6,7 @@ import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
 from itertools import groupby, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +17,29 @@ from knapformer.errors import ConfigurationError
 Kernel = Callable[..., Tensor]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+
+
+class Offsets(Sequence[int]):
+    """Where entries start, and the total: (E + 1,) on the host, and the same on the device for kernels that want it.
+
+    Made once for all layers of a step, because each copy to the device costs a launch.
+
+    Attributes:
+        host: a list.
+        device: int32.
+        longest: rows of the longest entry.
+    """
+
+    def __init__(self, cu: Sequence[int], device: torch.device) -> None:
+        self.host = [int(start) for start in cu]
+        self.device = torch.tensor(self.host, dtype=torch.int32).to(device, non_blocking=True)
+        self.longest = max((b - a for a, b in pairwise(self.host)), default=0)
+
+    def __len__(self) -> int:
+        return len(self.host)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.host[index]
 
 
 def varlen_attention(
@@ -34,8 +58,8 @@ def varlen_attention(
     Args:
         q: (Tq, H, D).
         k, v: (Tk, Hkv, D); Hkv divides H.
-        cu_q, cu_k: (E + 1,) where each entry starts, and the total, on the host. Entries may be empty; queries
-            without keys get 0.
+        cu_q, cu_k: (E + 1,) where each entry starts, and the total, on the host; as ``Offsets`` where they serve
+            several layers. Entries may be empty; queries without keys get 0.
         scale: of the scores; None means 1/√D.
         causal: a query sees keys up to its own position; entries then have as many queries as keys.
         kernel: ``"auto"``, ``"sdpa"``, ``"flash"`` (package flash-attn) or ``"varlen"`` (torch.nn.attention.varlen).
@@ -47,13 +71,13 @@ def varlen_attention(
         ConfigurationError: an unknown kernel, or one that cannot run here.
     """
     if q.shape[0] == 0:
-        # No row, and still in the graph of q, k and v, so that backward issues the collectives of the other ranks.
-        return q + (k.sum() + v.sum()).to(q.dtype)
+        return q + _nothing(q, k, v)
     if kernel == "auto":
         kernel = choose_kernel(q)
     if kernel not in KERNELS:
         raise ConfigurationError(f"unknown attention kernel {kernel!r}; known: auto, {', '.join(KERNELS)}")
-    return KERNELS[kernel](q, k, v, list(cu_q), list(cu_k), scale=scale, causal=causal)
+    offsets = [cu if isinstance(cu, Offsets) else Offsets(cu, q.device) for cu in (cu_q, cu_k)]
+    return KERNELS[kernel](q, k, v, *offsets, scale=scale, causal=causal)
 
 
 def choose_kernel(q: Tensor) -> str:
@@ -63,6 +87,11 @@ def choose_kernel(q: Tensor) -> str:
     if importlib.util.find_spec("flash_attn") is not None:
         return "flash"
     return "varlen" if _has_torch_varlen() else "sdpa"
+
+
+def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """A zero in the graph of q, k and v: without it, backward would skip collectives that the other ranks issue."""
+    return q[:0].sum() + k[:0].sum() + v[:0].sum()
 
 
 def _has_torch_varlen() -> bool:
@@ -75,17 +104,17 @@ def _has_torch_varlen() -> bool:
 
 
 def _sdpa(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: list[int], cu_k: list[int], *, scale: float | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Offsets, cu_k: Offsets, *, scale: float | None, causal: bool
 ) -> Tensor:
     """One call for each run of entries of equal lengths."""
-    entries = list(zip(pairwise(cu_q), pairwise(cu_k), strict=True))
+    entries = list(zip(pairwise(cu_q.host), pairwise(cu_k.host), strict=True))
     parts = []
     for (num_q, num_k), run in groupby(entries, key=lambda e: (e[0][1] - e[0][0], e[1][1] - e[1][0])):
         bounds = list(run)
         if num_q == 0:
             continue
         if num_k == 0:
-            parts.append(torch.zeros_like(q[bounds[0][0][0] : bounds[-1][0][1]]))
+            parts.append(torch.zeros_like(q[bounds[0][0][0] : bounds[-1][0][1]]) + _nothing(q, k, v))
             continue
         (first_q, first_k), (last_q, last_k) = ((e[0][i], e[1][i]) for e, i in ((bounds[0], 0), (bounds[-1], 1)))
         batch_q, batch_k, batch_v = (
@@ -100,19 +129,18 @@ def _sdpa(
 
 
 def _flash(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: list[int], cu_k: list[int], *, scale: float | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Offsets, cu_k: Offsets, *, scale: float | None, causal: bool
 ) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
 
-    offsets = [_offsets(cu, q.device) for cu in (cu_q, cu_k)]
     out: Tensor = flash_attn_varlen_func(
-        q, k, v, *offsets, _longest(cu_q), _longest(cu_k), softmax_scale=scale, causal=causal
+        q, k, v, cu_q.device, cu_k.device, cu_q.longest, cu_k.longest, softmax_scale=scale, causal=causal
     )
     return out
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_q: list[int], cu_k: list[int], *, scale: float | None, causal: bool
+    q: Tensor, k: Tensor, v: Tensor, cu_q: Offsets, cu_k: Offsets, *, scale: float | None, causal: bool
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -120,24 +148,16 @@ def _varlen(
         q,
         k,
         v,
-        _offsets(cu_q, q.device),
-        _offsets(cu_k, q.device),
-        _longest(cu_q),
-        _longest(cu_k),
+        cu_q.device,
+        cu_k.device,
+        cu_q.longest,
+        cu_k.longest,
         scale=scale,
         window_size=(-1, 0) if causal else (-1, -1),
         enable_gqa=k.shape[1] != q.shape[1],
     )
     assert isinstance(out, Tensor)
     return out
-
-
-def _offsets(cu: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(cu, dtype=torch.int32).to(device, non_blocking=True)
-
-
-def _longest(cu: list[int]) -> int:
-    return max((b - a for a, b in pairwise(cu)), default=0)
 
 
 KERNELS: dict[str, Kernel] = {"sdpa": _sdpa, "flash": _flash, "varlen": _varlen}

@@ -17,7 +17,7 @@ pytest.importorskip("peft")
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"step (\d+) loss ([\d.]+) sequences split (\d+)")
-TIMEOUT_S = 150
+TIMEOUT_S = 280
 
 
 def start(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:

@@ -166,6 +166,13 @@ def four_ranks(rank: int, _world_size: int) -> dict[str, Any]:
     pairs.plan_routing(LENGTHS[rank], WIDTH)
     found["pairs"] = (pairs.balance_gpu_ids, dist.get_process_group_ranks(pairs.balance_process_group))
     found["own bag"] = pairs.seq_id2assigned_bag_id
+    for wrong, text in (([-1], "rank 3: sequence 0: a length must be in"), ("none", "rank 3: lengths must be a list")):
+        with pytest.raises(knapformer.LengthsError, match=text):
+            balancer.plan_routing(wrong if rank == 3 else LENGTHS[rank], WIDTH)
+    with pytest.raises(ConfigurationError, match="rank 2: hidden must be"):
+        balancer.plan_routing(LENGTHS[rank], 0 if rank == 2 else WIDTH)
+    with pytest.raises(ConfigurationError, match="rank 1: topology 'g2'"):
+        knapformer.SequenceBalancer("g2" if rank == 1 else "g2n1")
     pairs.nice_print()
     pairs.print_imbalance()
     balancer.print_tracking_results()

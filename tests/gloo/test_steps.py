@@ -15,7 +15,7 @@ from plan_cases import random_plan
 from torch import Tensor
 from torch.autograd import Function
 
-from knapformer import Balancer, CostModel, exchange
+from knapformer import Balancer, ConfigurationError, CostModel, Lengths, Plan, exchange
 from knapformer.models import local_attention
 
 LENGTHS = ([5, 17], [1, 9, 0])
@@ -185,6 +185,83 @@ def other_models(rank: int) -> bool:
     return all(good)
 
 
+def fewer_heads_than_tiles(rank: int) -> bool:
+    """With one head, a sequence that the plan splits by heads only ends up in one piece, on the rank of its tokens."""
+
+    def plan(lengths: Lengths) -> Plan:
+        tokens, homes = lengths.tokens.tolist(), lengths.homes.tolist()
+        return Plan.from_placements(
+            lengths=tokens,
+            homes=homes,
+            segments=[[(home, 0, n)] if n else [] for n, home in zip(tokens, homes, strict=True)],
+            tiles=[[(0, 0, 1, 0, n), (1, 1, HEADS, 0, n)] if n else [] for n in tokens],
+            world_size=lengths.num_ranks,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            planner="by heads",
+        )
+
+    step, good = Balancer(CostModel(hidden=HEADS * WIDTH, num_heads=HEADS), planner=plan).prepare(LENGTHS[rank]), []
+    for num_heads in (HEADS, 1):
+        q = tokens(LENGTHS[rank], num_heads)
+        y, expected = layers(step, q), alone(LENGTHS[rank], q)
+        found, wanted = (torch.autograd.grad(x.square().sum(), q)[0] for x in (y, expected))
+        good += [close(y, expected), close(found, wanted)]
+    return all(good)
+
+
+def causal_query_tiles(rank: int) -> bool:
+    """Rank 1's tiles have all queries, rank 0's have not: both raise, and no rank waits for the other."""
+
+    def plan(lengths: Lengths) -> Plan:
+        return Plan.from_placements(
+            lengths=[4, 4],
+            homes=[0, 1],
+            segments=[[(0, 0, 2), (1, 2, 4)]] * 2,
+            tiles=[[(0, 0, HEADS, 0, 1), (0, 0, HEADS, 1, 4)], [(1, 0, HEADS, 0, 4)]],
+            world_size=lengths.num_ranks,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            planner="by queries",
+        )
+
+    step = Balancer(CostModel(hidden=HEADS * WIDTH, num_heads=HEADS), planner=plan).prepare([4])
+    x = step.route(tokens([4]))
+    with pytest.raises(ConfigurationError, match="all queries"):
+        step.attention(x, x, x, causal=True)
+    return step.attention(x, x, x).shape == x.shape
+
+
+def autocast(rank: int) -> bool:
+    """q and k in float32, v in bfloat16, and rank 1 without heads: it sends and expects what the others do."""
+
+    def plan(lengths: Lengths) -> Plan:
+        total = lengths.tokens.tolist()
+        return Plan.from_placements(
+            lengths=total,
+            homes=lengths.homes.tolist(),
+            segments=[[(1, 0, n)] if n else [] for n in total],
+            tiles=[[(0, 0, HEADS, 0, n)] if n else [] for n in total],
+            world_size=lengths.num_ranks,
+            num_heads=HEADS,
+            num_kv_heads=HEADS,
+            planner="apart",
+        )
+
+    step = Balancer(CostModel(hidden=HEADS * WIDTH, num_heads=HEADS), planner=plan).prepare(LENGTHS[rank])
+    q = tokens(LENGTHS[rank]).detach().float().requires_grad_()
+    results = []
+    for attention in (lambda *qkv: step.restore(step.attention(*step.route(*qkv))), local_attention(LENGTHS[rank])):
+        with torch.autocast("cpu", torch.bfloat16):
+            y = attention(q.sin(), q, q.cos().bfloat16())
+        results.append((y, *torch.autograd.grad(y.float().square().sum(), q)))
+    (found, gradient), (expected, reference) = results
+    with pytest.raises(ConfigurationError, match=r"one dtype, got torch\.float32, torch\.float32, torch\.bfloat16"):
+        step.attention(q, q, q.bfloat16())
+    near = bool((gradient - reference).norm() < 0.02 * reference.norm())
+    return found.dtype == expected.dtype == torch.bfloat16 and torch.equal(found, expected) and near
+
+
 def some_need_gradients(rank: int) -> bool:
     """Only q, only k, only v requires a gradient."""
     step, lengths, good = make_balancer().prepare(LENGTHS[rank]), LENGTHS[rank], []
@@ -211,6 +288,9 @@ CHECKS: tuple[Callable[[int], bool], ...] = (
     interleaved,
     in_flight,
     other_models,
+    fewer_heads_than_tiles,
+    causal_query_tiles,
+    autocast,
     some_need_gradients,
     without_overlap,
 )

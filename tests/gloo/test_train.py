@@ -67,7 +67,7 @@ def test_ten_steps_in_float64_have_the_same_loss_curve_on_two_ranks():
     ten = {"steps": 10, "dtype": "float64"}
     plain, checkpointed, seed, rate = results(
         2,
-        config("home bags:g2n1 ulysses", **ten),
+        config("home bags:g2n1 ulysses moldable", **ten),
         config("home bags:g2n1", **ten, checkpoint="block", shard_size=1),
         config("home", steps=4, dtype="float64", seed=1),
         config("home", steps=4, dtype="float64", learning_rate=3.001e-3),
@@ -100,3 +100,14 @@ def test_bench_command(tmp_path, capsys):
     assert file.with_suffix(".html").stat().st_size > 1e6
     assert main(["report", str(file), "-o", str(tmp_path / "again.html")]) == 0
     assert (tmp_path / "again.html").read_text() == file.with_suffix(".html").read_text()
+
+
+def test_what_a_rank_raises_is_one_line(tmp_path, capfd):
+    """The ranks of a process that fails end, and the first one's error is the command's."""
+    cost = tmp_path / "cost.json"
+    cost.write_text(json.dumps({**COST, "machine": {"speeds": [1.0, 1.0, 1.0]}}))
+    arguments = ["--ranks", "2", "--codes", "g1b1i48f1s0", "--planners", "moldable", "--cost", str(cost)]
+    assert main(["bench", *arguments, "-o", str(tmp_path / "bench.json")]) == 2
+    error = capfd.readouterr().err
+    assert error == "knapformer: machine.speeds lists 3 ranks, the balancing group has 2\n"
+    assert not (tmp_path / "bench.json").exists()

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from knapformer.errors import ConfigurationError
-from knapformer.kernels import KERNELS, choose_kernel, varlen_attention
+from knapformer.kernels import KERNELS, Offsets, choose_kernel, varlen_attention
 
 CASES = {
     "mixed": ([3, 5, 5, 1], [3, 5, 5, 1]),
     "empty entries": ([0, 4, 0, 0, 2, 0], [0, 4, 0, 0, 2, 0]),
     "query tiles": ([2, 3, 7, 1], [9, 9, 7, 4]),
     "queries without keys": ([2, 3, 2], [4, 0, 4]),
+    "no key at all": ([2, 3], [0, 0]),
     "keys without queries": ([2, 0, 2], [4, 6, 4]),
     "one entry": ([6], [6]),
     "no entry": ([], []),
@@ -54,7 +55,7 @@ def test_equals_plain_attention(name, scale, causal, num_heads, num_kv_heads):
     lengths = CASES[name]
     q, k, v = inputs(lengths, num_heads, num_kv_heads)
     cu_q, cu_k = ([0, *accumulate(own)] for own in lengths)
-    found = varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal)
+    found = varlen_attention(q, k, v, cu_q, Offsets(cu_k, q.device), scale=scale, causal=causal)
     expected = naive(q, k, v, lengths, 8**-0.5 if scale is None else scale, causal)
     assert torch.allclose(found, expected, rtol=1e-12, atol=1e-12)
     weight = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import threading
+import time
 from typing import Any
 
 import judge_plan
@@ -156,6 +158,25 @@ def test_each_rank_keeps_all_the_equal_images_that_it_can() -> None:
         kept += place.ranks == (place.home,)
     assert kept == sum(min(count, 12) for count in held)
     assert plan.is_split.sum() == 1
+
+
+def test_the_gil_is_free_while_it_solves() -> None:
+    rng = random.Random(1)
+    lengths = as_lengths(judge_plan.lognormal(512, 8, rng))
+    problem = make_problem(lengths.tokens, lengths.homes, 512, CostModel())
+    ticks, done = [], threading.Event()
+
+    def solve() -> None:
+        _core.moldable(problem)
+        done.set()
+
+    thread = threading.Thread(target=solve)
+    thread.start()
+    while not done.is_set():
+        ticks.append(time.perf_counter())
+        time.sleep(1e-4)
+    thread.join()
+    assert len(ticks) > 3
 
 
 def test_the_table_of_workloads_holds_for_one_seed() -> None:

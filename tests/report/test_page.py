@@ -63,3 +63,12 @@ def test_figures_are_those_of_the_results():
 def test_another_file_is_refused():
     with pytest.raises(ConfigurationError, match=r"schema 'knapformer\.bench/1', got None"):
         render_page({"schema": None})
+
+
+def test_a_held_up_step_does_not_flatten_the_others():
+    held_up = result()
+    held_up["planners"]["home"]["step_s"][0][2] = 40.0
+    assert steps_figure(held_up)["layout"]["yaxis"]["range"] == [0, 2.0]
+    assert "1 held-up step off the scale" in render_page(held_up)
+    assert "range" not in steps_figure(result())["layout"]["yaxis"]
+    assert "off the scale" not in render_page(result())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -86,11 +87,7 @@ def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, chec
     if check_sources:
         _check_sources(family, version)
     check_structure(family, transformer, version)
-    patches = [(transformer, _forward)]
-    for module in transformer.modules():
-        layer = family.layer_of(module)
-        if layer is not None:
-            patches.append((module, layer.forward))
+    patches = _patches(transformer, family)
     for module, _ in patches:
         if "forward" in module.__dict__:
             raise ConfigurationError(
@@ -114,14 +111,12 @@ def unbalance(transformer: Any) -> Any:
         ConfigurationError: it is not balanced, or something has replaced a forward since.
     """
     family = _state_of(transformer).family
-    layers = [module for module in transformer.modules() if family.layer_of(module) is not None]
     # Layers that were added since, by peft, have no forward of their own.
-    patched = [module for module in (transformer, *layers) if "forward" in module.__dict__]
-    for module in patched:
-        forward = module.__dict__["forward"]
-        if not isinstance(forward, MethodType) or forward.__self__ is not module:
+    patches = [patch for patch in _patches(transformer, family) if "forward" in patch[0].__dict__]
+    for module, forward in patches:
+        if getattr(module.forward, "__func__", None) is not forward:
             raise ConfigurationError(f"the forward of a {type(module).__name__} was replaced after balance()")
-    for module in patched:
+    for module, _ in patches:
         del module.__dict__["forward"]
     del transformer.__dict__[STATE]
     return transformer
@@ -182,6 +177,12 @@ def diffusers_version() -> str:
 
 
 _check_sources = check_sources
+
+
+def _patches(transformer: nn.Module, family: Family) -> list[tuple[nn.Module, Callable[..., Any]]]:
+    """The modules that get another forward, and which."""
+    found = ((module, family.layer_of(module)) for module in transformer.modules())
+    return [(transformer, _forward), *((module, layer.forward) for module, layer in found if layer is not None)]
 
 
 def _state_of(transformer: Any) -> Balanced:

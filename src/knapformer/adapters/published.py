@@ -60,12 +60,17 @@ class SequenceBalancer:
         metrics: the last plan's imbalances.
 
     Raises:
-        ConfigurationError: bags that cannot be read, or do not fit the world.
+        ConfigurationError: bags that cannot be read, or do not fit the world; on all ranks.
     """
 
     def __init__(self, bag_specs: str, gamma: float = 1.0) -> None:
-        self.topology, self.gamma = Topology.parse(bag_specs), gamma
-        self.group = BalancingGroup.create(None, self.topology.num_ranks)
+        topology, error = Topology(), None
+        try:
+            topology = Topology.parse(bag_specs)
+        except ConfigurationError as wrong_bags:
+            error = wrong_bags
+        self.topology, self.gamma = topology, gamma
+        self.group = BalancingGroup.create(None, topology.num_ranks, error)
         self.this_gpu_id = self.group.offset + self.group.rank
         self.balance_process_group = self.group.data
         starts = [sum(self.topology.bag_sizes[:i]) for i in range(len(self.topology.bag_sizes) + 1)]
@@ -87,7 +92,7 @@ class SequenceBalancer:
             token_dim: channels of a token.
 
         Raises:
-            LengthsError: lengths of a rank are none; on all ranks.
+            LengthsError, ConfigurationError: lengths of a rank are none, or a width is; on all ranks.
         """
         plan, lengths = self._plan(local_seq_lens, token_dim)
         routing = RoutingPlan.of(plan, lengths, self.topology, gamma=self.gamma, width=token_dim)
@@ -234,9 +239,9 @@ class SequenceBalancer:
         return None if len(self._bag_ranks) == 1 else group
 
     def _plan(self, local_seq_lens: Any, token_dim: int) -> tuple[Plan, Lengths]:
-        cost = CostModel(hidden=token_dim, num_heads=max(self.topology.bag_sizes), gamma=self.gamma)
-        configuration = {"version": __version__, "topology": str(self.topology), "cost": cost.to_dict()}
+        configuration = {"version": __version__, "bags": str(self.topology), "gamma": self.gamma, "width": token_dim}
         try:
+            cost = CostModel(hidden=token_dim, num_heads=max(self.topology.bag_sizes), gamma=self.gamma)
             local = LocalInput(parse_local_lengths(local_seq_lens), {})
         except KnapFormerError as error:
             local = LocalInput({}, {}, error)

@@ -72,7 +72,7 @@ def render_page(result: Mapping[str, Any]) -> str:
             "Load of each rank",
             "Busy seconds in a step, waiting excluded; medians. The bound shares home's evenly.",
         ),
-        "steps": ("Step time", "Every timed step; the line in each box is the median."),
+        "steps": ("Step time", _steps_caption(result)),
         "time": ("Where the time goes", "Mean over ranks. Exchanges include waiting for the other ranks in them."),
         "loss": ("Loss", _loss_caption(result)),
     }
@@ -136,7 +136,21 @@ def steps_figure(result: Mapping[str, Any]) -> dict[str, Any]:
         }
         for name, notes in planners.items()
     ]
-    return {"data": boxes, "layout": _layout("step, s")}
+    layout = _layout("step, s")
+    if _steps_off_scale(result):
+        layout["yaxis"] = {**layout["yaxis"], "range": [0, _step_scale_s(result)]}
+    return {"data": boxes, "layout": layout}
+
+
+def _step_scale_s(result: Mapping[str, Any]) -> float:
+    """Twice the slowest planner's median: a step that the machine held up must not flatten all others."""
+    return 2 * max(row["step_s"] for row in result["summary"].values())
+
+
+def _steps_off_scale(result: Mapping[str, Any]) -> int:
+    warmup = result["config"]["warmup_steps"]
+    times = [s for notes in result["planners"].values() for s in step_times(notes)[warmup:]]
+    return sum(s is not None and s > _step_scale_s(result) for s in times)
 
 
 def time_figure(result: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +239,12 @@ def _subtitle(result: Mapping[str, Any]) -> str:
         f"torch {place['torch']}, {config['dtype']}; workload {config['codes']}; "
         f"{config['steps']} steps of each planner, in turn on the same data; {result['created']}."
     )
+
+
+def _steps_caption(result: Mapping[str, Any]) -> str:
+    count = _steps_off_scale(result)
+    beyond = f" {count} held-up step{'s' if count > 1 else ''} off the scale." if count else ""
+    return "Every timed step; the line in each box is the median." + beyond
 
 
 def _loss_caption(result: Mapping[str, Any]) -> str:
