@@ -92,7 +92,7 @@ def test_replay_ranks_the_loads_and_a_wrong_cost_shows(runner: ModelRunner) -> N
     plans = {
         name: make_plan(rows, planner=name, cost=found.cost, max_tokens_per_rank=None) for name in ("home", "ulysses")
     }
-    results = replay(plans, found.cost, runner, t0_s=found.fit.t0_s, repeats=1)
+    results = replay(plans, found.cost, runner, t0_s=found.fit.t0_s, reference_s=found.reference_s, repeats=1)
     home, ulysses = results["home"], results["ulysses"]
     assert home["measured_s"][0] > 2 * home["measured_s"][1]
     assert home["measured_discrepancy"] > 0.5 > ulysses["measured_discrepancy"]
@@ -114,7 +114,7 @@ def test_plans_of_other_heads_are_cut_over_the_models(runner: ModelRunner) -> No
 def test_a_machine_that_slows_down_does_not_show(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     """A run of 3 references counts 3 references, however fast the machine is at the moment."""
     monkeypatch.setattr(runner, "train", lambda pack, attention=None: None)
-    speeds = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0])
+    speeds = iter([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
 
     def fake_seconds(run: object, device: torch.device) -> float:
         return next(speeds) * (3.0 if run is slow else 1.0)
@@ -128,6 +128,7 @@ def test_a_machine_that_slows_down_does_not_show(runner: ModelRunner, monkeypatc
     units = [watch.units(slow) for _ in range(3)]
     assert units == [3.0, pytest.approx(3.0, rel=0.4), 3.0]
     assert watch.seconds(units) == 3.0 * 1.5
+    assert Stopwatch(runner, reference_s=0.5).seconds(units) == 3.0 * 0.5
 
 
 def test_processor_time_is_counted() -> None:

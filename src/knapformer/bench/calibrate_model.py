@@ -30,6 +30,7 @@ class ModelCalibration:
         held_out_worst: the largest error.
         samples, held_out: what was measured.
         longest_tokens: of any pack.
+        reference_s: what the stopwatch's reference took; times that are compared with the fit must count in the same.
         seconds: what it took.
     """
 
@@ -40,6 +41,7 @@ class ModelCalibration:
     samples: tuple[PackSample, ...]
     held_out: tuple[PackSample, ...]
     longest_tokens: int
+    reference_s: float
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
@@ -117,6 +119,7 @@ def calibrate_model(
         samples=tuple(samples[pack] for pack in fitted),
         held_out=tuple(held_out),
         longest_tokens=longest,
+        reference_s=watch.reference_s,
         seconds=time.perf_counter() - began,
     )
 

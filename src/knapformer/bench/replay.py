@@ -86,6 +86,7 @@ def replay(
     runner: ModelRunner,
     *,
     t0_s: float = 0.0,
+    reference_s: float | None = None,
     repeats: int = 3,
     on_rank: Callable[[], None] = lambda: None,
 ) -> dict[str, dict[str, Any]]:
@@ -96,6 +97,7 @@ def replay(
         cost: the prediction, of a layer of ``runner``'s stand-in.
         runner: what runs.
         t0_s: constant of the fit, part of every rank's prediction.
+        reference_s: of the stopwatch, when the cost was measured.
         repeats: medians are over so many.
         on_rank: called after each measurement.
 
@@ -114,7 +116,7 @@ def replay(
     shares = {name: [rank_share(plan, rank, runner) for rank in range(num_ranks)] for name, plan in plans.items()}
     times: dict[str, list[list[float]]] = {name: [[] for _ in range(num_ranks)] for name in plans}
     next(iter(shares.values()))[0]()
-    watch = Stopwatch(runner)
+    watch = Stopwatch(runner, reference_s)
     for _ in range(repeats):
         for rank in range(num_ranks):
             for name, runs in shares.items():

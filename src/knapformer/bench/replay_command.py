@@ -69,20 +69,22 @@ def replay_plans(
     longest = max([*(int(p.rank_tokens.max()) for p in plans.values()), LEAST_LONGEST_TOKENS])
     if lengths is not None:
         longest = max(longest, *(int(lengths.of_rank(r).sum()) for r in range(lengths.num_ranks)))
-    cost, t0_s, calibration = runner.template, 0.0, None
+    cost, t0_s, reference_s, calibration = runner.template, 0.0, None, None
     if cost_file is None:
         found = calibrate_model(runner, budget_s=budget_s, repeats=repeats, longest_tokens=longest, on_pack=on_rank)
         cost, t0_s, calibration = found.cost, found.fit.t0_s, found.to_dict()
+        reference_s = found.reference_s
     else:
         speeds = CostModel.from_dict(cost_file)
         cost = replace(cost, flops_per_s=speeds.flops_per_s, gamma=speeds.gamma, machine=speeds.machine)
-        t0_s = float(cost_file.get("measured", {}).get("fit", {}).get("t0_s", 0.0))
+        measured = cost_file.get("measured", {})
+        t0_s, reference_s = float(measured.get("fit", {}).get("t0_s", 0.0)), measured.get("reference_s")
     if lengths is not None:
         plans = {
             name: make_plan(lengths, planner=spec.name, topology=spec.topology, cost=cost, max_tokens_per_rank=None)
             for name, spec in ((name, PlannerSpec.parse(name)) for name in planners)
         }
-    results = replay(plans, cost, runner, t0_s=t0_s, repeats=repeats, on_rank=on_rank)
+    results = replay(plans, cost, runner, t0_s=t0_s, reference_s=reference_s, repeats=repeats, on_rank=on_rank)
     return {
         "schema": SCHEMA,
         "num_ranks": next(iter(plans.values())).world_size,

@@ -128,10 +128,11 @@ class Stopwatch:
 
     Args:
         runner: runs the reference.
+        reference_s: what a reference took when the times were measured that these ones are compared with.
     """
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, reference_s: float | None = None) -> None:
+        self.runner, self.given_s = runner, reference_s
         self.references: list[float] = []
         self._refer()
 
@@ -145,7 +146,12 @@ class Stopwatch:
 
     def seconds(self, units: Sequence[float]) -> float:
         """The median of several measurements of the same run."""
-        return statistics.median(units) * statistics.median(self.references)
+        return statistics.median(units) * self.reference_s
+
+    @property
+    def reference_s(self) -> float:
+        """Seconds of a reference: as given, or the median so far."""
+        return statistics.median(self.references) if self.given_s is None else self.given_s
 
     def _refer(self) -> float:
         if self.runner.device.type == "cuda":
