@@ -4,7 +4,7 @@ from itertools import chain
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knapformer.bench.workloads import workload
@@ -18,6 +18,7 @@ COST = CostModel()
 ROWS = st.lists(st.lists(st.integers(0, 5000), max_size=6), min_size=1, max_size=5)
 
 
+@settings(deadline=None)
 @given(ROWS, st.integers(1, 5))
 def test_every_sequence_runs_once_at_its_own_home(rows: list[list[int]], count: int) -> None:
     lengths = Lengths.from_ranks(rows)
@@ -60,6 +61,7 @@ def test_streams_are_split_with_their_sequences() -> None:
             assert own.tolist() == everyones[part.ids].tolist(), name
 
 
+@settings(deadline=None)
 @given(ROWS, st.integers(1, 4), st.integers(0, 4000))
 def test_explicit_caps_hold_or_are_refused(rows: list[list[int]], count: int, cap: int) -> None:
     lengths = Lengths.from_ranks(rows)

@@ -70,7 +70,7 @@ def rank_share(plan: Plan, rank: int, runner: ModelRunner) -> Callable[[], None]
     tokens = RankTokens.of(plan, rank)
     heads = runner.config.num_heads
     attention = ReplayAttention(
-        attention_schedule(plan.with_heads(heads, heads), tokens, rank),
+        attention_schedule(plan, tokens, rank, heads, heads),
         Channel(None, rank),
         runner.device,
         num_heads=heads,
