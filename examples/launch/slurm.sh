@@ -7,7 +7,9 @@
 #SBATCH --cpus-per-task=64
 set -euo pipefail
 
-MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+# Read all of it: a pipe into head would end scontrol with SIGPIPE, and with pipefail the script.
+hostnames=$(scontrol show hostnames "$SLURM_JOB_NODELIST")
+MASTER_ADDR=${hostnames%%$'\n'*}
 export MASTER_ADDR MASTER_PORT=${MASTER_PORT:-29500} OMP_NUM_THREADS=${OMP_NUM_THREADS:-8}
 
 # One agent per node; SLURM_NODEID is known only inside srun.

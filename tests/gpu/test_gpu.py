@@ -80,7 +80,7 @@ def test_gradients():
         assert max(own.values()) < 1e-10, own
 
 
-@pytest.mark.parametrize(("dtype", "causal", "num_kv_heads"), product(HALF_DTYPES, (False, True), (4, 2)))
+@pytest.mark.parametrize(("dtype", "causal", "num_kv_heads"), [*product(HALF_DTYPES, (False, True), (4, 2))])
 def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads):
     lengths = [0, 1, 77, 256, 3]
     cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
