@@ -12,7 +12,7 @@ import torch
 from launch import run_ranks
 
 from knapformer import Balancer, CostModel
-from knapformer.losses import squared_error
+from knapformer.losses import reduce_loss, squared_error
 from knapformer.models import MMDIT_PRESETS, MMDiT
 from knapformer.parallel import checkpoint, shard
 
@@ -63,6 +63,7 @@ def train(rank: int, _world_size: int, planner: str) -> list[float]:
         "loader": batches(rank, config),
         "model": model,
         "optimizer": optimizer,
+        "reduce_loss": reduce_loss,
         "squared_error": noted,
     }
     exec(example(), names)
