@@ -72,6 +72,9 @@ def test_caps_on_the_command_line(capsys, lengths_file):
 
 
 MISTAKES = {
+    "bags of another planner": (["--topology", "g3n1"], "a world of 4 ranks is not a multiple of the 3 ranks"),
+    "a cap of too many digits": (["--max-tokens-per-rank", "9" * 20], "must have at most 12 digits"),
+    "a picture of JSON": (["--json", "--picture", "plan.svg"], "--picture draws the tables"),
     "wrong topology": (["--planner", "bags", "--topology", "g2x2"], "'g2x2' is not of the form"),
     "bags without layout": (["--planner", "bags"], "needs bags"),
     "ranks are no multiple": (["--planner", "bags", "--topology", "g3n1"], "4 ranks is not a multiple of the 3"),
@@ -121,6 +124,8 @@ def test_a_wrong_lengths_file_is_one_line(capsys, tmp_path, content, message):
         (["workload", "mixres", "--ranks", "33"], "33 ranks are not a multiple"),
         (["workload", "mixres", "-o", "/nowhere/lengths.json"], "No such file or directory"),
         (["report", "/nowhere.json"], "No such file or directory"),
+        (["workload", "lowres", "--seed", "-1"], "--seed"),
+        (["calibrate", "--device", "abacus"], "--device must be cpu or cuda, got 'abacus'"),
         (["bench", "--planners", "home,worst"], "unknown planner 'worst'"),
         (["bench", "--planners", "bags"], "bags need a layout"),
         (["bench", "--dtype", "int8"], "dtype must be one of"),
@@ -152,3 +157,24 @@ def test_planning_does_not_import_torch(lengths_file):
 def test_no_arguments_show_help(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "plan" in out and "workload" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["advise", "zeros.json", "--ranks", "2"], "needs a sequence with tokens, got 2 of length 0"),
+        (
+            ["advise", "some.json", "--ranks", "2", "--memory-gb", "nan"],
+            "--memory-gb must be a number above 0, got nan",
+        ),
+        (["simulate", "--workload", "zeros.json"], "zeros.json: a step without tokens"),
+        (["replay", "--workload", "joint", "--cost", "broken.json"], "broken.json is not JSON"),
+    ],
+)
+def test_steps_and_files_that_cannot_be_compared(capsys, tmp_path, monkeypatch, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zeros.json").write_text('{"lengths": [[0], [0]]}')
+    (tmp_path / "some.json").write_text('{"lengths": [[10], [20]]}')
+    (tmp_path / "broken.json").write_text("{")
+    code, _, err = run(capsys, *arguments)
+    assert code == 2 and err.count("\n") == 1 and message in err

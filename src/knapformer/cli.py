@@ -11,13 +11,14 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from knapformer import cli_planners, cli_predict
+from knapformer.cli_predict import parse_cap
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.lengths import Lengths, read_lengths
@@ -94,10 +95,12 @@ def plan(
     """Place the sequences of one step and say what that would gain."""
     from knapformer.planners import evaluate, make_plan
 
+    if picture is not None and as_json:
+        raise ConfigurationError("--picture draws the tables, which --json leaves out: give one of them")
     model_cost = _read_cost(model, cost, ranks_per_node)
     layout = None if topology is None else Topology.parse(topology, ranks_per_node)
     step_lengths = read_lengths(lengths)
-    cap = _parse_cap(max_tokens_per_rank)
+    cap = parse_cap(max_tokens_per_rank)
     result, plan_ms = _timed(
         lambda: make_plan(step_lengths, planner=planner, topology=layout, cost=model_cost, max_tokens_per_rank=cap)
     )
@@ -122,7 +125,7 @@ def plan(
 def workload(
     name: Annotated[str, typer.Argument(help="A workload's name or data codes, as in g2b4i256f1s0,g1b1i512f85s1.")],
     ranks: Annotated[int | None, typer.Option(help="Ranks, where the workload leaves them open.")] = None,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal lengths.")] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal lengths.", min=0)] = 0,
     output: Out = None,
 ) -> None:
     """Draw the sequence lengths of one step of a published workload."""
@@ -172,7 +175,7 @@ def bench(
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
     overlap: Annotated[bool, typer.Option(help="Attend to whole sequences during the exchange.")] = True,
     cost: Annotated[Path | None, typer.Option(help="A cost file; without it the bench calibrates first.")] = None,
-    seed: Annotated[int, typer.Option(help="Of samples and initial parameters.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of samples and initial parameters.", min=0)] = 0,
     output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = BENCH_FILE,
 ) -> None:
     """The demo with everything settable; under torchrun it uses the ranks that it is given."""
@@ -196,7 +199,7 @@ def bench(
         reshard_after_forward=reshard,
         learning_rate=learning_rate,
         max_text_tokens=max_text_tokens,
-        max_tokens_per_rank=_parse_cap(max_tokens_per_rank),
+        max_tokens_per_rank=parse_cap(max_tokens_per_rank),
         overlap=overlap,
         cost=None if cost is None else CostModel.read(cost).to_dict(),
         seed=seed,
@@ -248,16 +251,6 @@ def _read_cost(model: str | None, path: Path | None, ranks_per_node: int | None)
         raise ConfigurationError("give --model or --cost, not both")
     found = CostModel.from_preset(model or "flux.1-dev") if path is None else CostModel.read(path)
     return found if ranks_per_node is None else found.with_machine(ranks_per_node=ranks_per_node)
-
-
-def _parse_cap(text: str) -> int | Literal["auto"] | None:
-    if text == "auto":
-        return "auto"
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text!r}")
-    return int(text)
 
 
 def _timed(make: Callable[[], Any]) -> tuple[Any, float]:

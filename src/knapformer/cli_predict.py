@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
@@ -21,6 +21,7 @@ from knapformer.errors import ConfigurationError
 from knapformer.lengths import Lengths, read_lengths
 
 Out = Annotated[Path | None, typer.Option("--output", "-o", help="File to write; .md beside it for tables.")]
+MOST_CAP_DIGITS = 12
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 
@@ -43,7 +44,7 @@ def simulate(
     steps: Annotated[int, typer.Option(help="Steps of each workload.", min=1)] = 20,
     shard_size: Annotated[int, typer.Option(help="Ranks over which FSDP2 shards.", min=1)] = 8,
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.")] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0,
     as_json: AsJson = False,
     output: Out = None,
 ) -> None:
@@ -62,7 +63,7 @@ def simulate(
         drawn = _draw_steps(workload, ranks, steps, seed)
         results = [
             _simulate_one(
-                workload, drawn, planners, model, hardware, cost, shard_size, _parse_cap(max_tokens_per_rank), seed
+                workload, drawn, planners, model, hardware, cost, shard_size, parse_cap(max_tokens_per_rank), seed
             )
         ]
     content = {"schema": "knapformer.simulate/1", **stamp(), "hardware": _sources(results), "results": results}
@@ -92,7 +93,7 @@ def advise(
     tokens_per_rank: Annotated[int | None, typer.Option(help="Tokens that a rank loads.", min=1)] = None,
     shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1)] = None,
     steps: Annotated[int, typer.Option(help="Steps to draw.", min=2)] = 20,
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.")] = 0,
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0,
     as_json: AsJson = False,
     output: Out = None,
 ) -> None:
@@ -107,6 +108,10 @@ def advise(
 
     device, shape = find_hardware(hardware), model_shape(model)
     tokens = read_dataset(lengths, shape)
+    if not tokens.any():
+        raise ConfigurationError(f"{lengths}: needs a sequence with tokens, got {len(tokens)} of length 0")
+    if memory_gb is not None and not 0 < memory_gb < math.inf:
+        raise ConfigurationError(f"--memory-gb must be a number above 0, got {memory_gb}")
     layer = device.cost(shape) if cost is None else CostModel.read(cost)
     layer = layer if ranks_per_node is None else layer.with_machine(ranks_per_node=ranks_per_node)
     shard = math.gcd(ranks, layer.machine.ranks_per_node) if shard_size is None else shard_size
@@ -197,7 +202,7 @@ def replay(
     cost: Annotated[Path | None, typer.Option(help="A cost file for this model; else calibrate now.")] = None,
     budget: Annotated[float, typer.Option(help="Seconds for calibrating, roughly.")] = 60.0,
     repeats: Annotated[int, typer.Option(help="Measurements of each rank.", min=1)] = 3,
-    seed: Annotated[int, typer.Option(help="Of the workload.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of the workload.", min=0)] = 0,
     as_json: AsJson = False,
     output: Out = None,
 ) -> None:
@@ -208,7 +213,10 @@ def replay(
     if bool(plans) == (workload is not None):
         raise ConfigurationError("give plan files or --workload, one of them")
     runner = _runner(model, device, dtype, blocks, recompute)
-    content = None if cost is None else json.loads(Path(cost).read_text())
+    content = None
+    if cost is not None:
+        CostModel.read(cost)  # a cost file; its measurements are no part of the model
+        content = json.loads(cost.read_text())
     with progress_bar("replaying", None) as on_rank:
         if plans:
             found, lengths = read_plans(plans), None
@@ -244,6 +252,8 @@ def _runner(model: str, device: str | None, dtype: str | None, blocks: int, reco
 
     from knapformer.bench.runner import DTYPES, ModelRunner
 
+    if device not in (None, "cpu", "cuda"):
+        raise ConfigurationError(f"--device must be cpu or cuda, got {device!r}")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("--device cuda: there is no CUDA device here")
@@ -290,7 +300,7 @@ def _simulate_one(
     hardware: str,
     cost: Path | None,
     shard_size: int,
-    cap: int | str | None,
+    cap: int | Literal["auto"] | None,
     seed: int,
 ) -> dict[str, Any]:
     from knapformer.bench.config import PlannerSpec
@@ -301,6 +311,8 @@ def _simulate_one(
     from knapformer.shapes import model_shape
 
     num_ranks = steps[0].num_ranks
+    if not all(step.num_tokens for step in steps):
+        raise ConfigurationError(f"{label}: a step without tokens cannot be compared")
     specs = [PlannerSpec.parse(name) for name in planners.split(",") if name] or all_planners(num_ranks)
     if cost is not None:
         setting = setting_of(CostModel.read(cost), None, None, num_ranks=num_ranks)
@@ -310,7 +322,7 @@ def _simulate_one(
         memory = MemoryModel.of_model(model, shape, shard_size=shard_size)
         setting = setting_of(device.cost(shape), device, memory, num_ranks=num_ranks)
     with progress_bar("simulating", len(steps) * len(specs)) as on_step:
-        rows = simulate(steps, specs, setting, max_tokens_per_rank=cap, on_step=on_step)  # type: ignore[arg-type]
+        rows = simulate(steps, specs, setting, max_tokens_per_rank=cap, on_step=on_step)
     return {
         "label": label,
         "workload": label,
@@ -332,12 +344,17 @@ def _sources(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: asdict(HARDWARE[name]) for name in {r["hardware"] for r in results} if name in HARDWARE}
 
 
-def _parse_cap(text: str) -> int | str | None:
+def parse_cap(text: str) -> int | Literal["auto"] | None:
+    """The value of ``--max-tokens-per-rank``."""
+    if text == "auto":
+        return "auto"
     if text == "none":
         return None
-    if text != "auto" and not text.isdecimal():
+    if not text.isdecimal():
         raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text!r}")
-    return text if text == "auto" else int(text)
+    if len(text) > MOST_CAP_DIGITS:
+        raise ConfigurationError(f"--max-tokens-per-rank must have at most {MOST_CAP_DIGITS} digits, got {text}")
+    return int(text)
 
 
 def stamp() -> dict[str, Any]:

@@ -74,11 +74,10 @@ def make_plan(
     if isinstance(max_tokens_per_rank, str) and planner != "moldable":
         caps = ()
     problem = make_problem(lengths.tokens, lengths.homes, lengths.num_ranks, cost, caps)
-    if planner == "bags":
+    if planner == "bags" or topology.bag_sizes:
         topology.num_groups(lengths.num_ranks)
-        columns = _core.bags(problem, list(topology.bag_sizes))
-    else:
-        columns = getattr(_core, planner)(problem)
+    bags = (list(topology.bag_sizes),) if planner == "bags" else ()
+    columns = getattr(_core, planner)(problem, *bags)
     if columns is None:
         raise CapacityError(
             f"{planner} cannot place {lengths.num_tokens} tokens in whole sequences of up to "
