@@ -43,7 +43,7 @@ class BalancedAttention:
         self.schedule, self.channel, self.kernel, self.overlap = schedule, channel, kernel, overlap
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.queries, self.keys = (Route.of(e, device) for e in (schedule.queries, schedule.keys))
-        self.outputs = self.queries.reversed()
+        self.outputs = self.queries.reversed
         self.cu_whole = _offsets(schedule.whole_lengths, device)
         self.cu_queries = _offsets(schedule.query_lengths, device)
         self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query], device)

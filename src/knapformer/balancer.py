@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -365,13 +366,13 @@ class Step:
             raise LengthsError(
                 f"rank {self.rank}: expected a tensor of {route.num_in} rows, got shape {tuple(x.shape)}"
             )
-        return x.reshape(x.shape[0], int(np.prod(x.shape[1:])))
+        return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
     def _route(self, kind: tuple[str, str | None], device: torch.device, reverse: bool) -> Route:
         key = (*kind, device, reverse)
         if key not in self._routes:
             forward = self._routes.get((*kind, device, False)) or Route.of(self._schedule(*kind), device)
-            self._routes[key] = forward.reversed() if reverse else forward
+            self._routes[key] = forward.reversed if reverse else forward
         return self._routes[key]
 
     def _schedule(self, kind: str, name: str | None) -> Exchange:

@@ -171,7 +171,7 @@ class _Finish(Function):
         (empty,) = ctx.saved_tensors
         pending: Pending = ctx.pending
         chosen = [i for i, needed in enumerate(pending.needs_grad) if needed]
-        routes = [pending.routes[i].reversed() for i in chosen]
+        routes = [pending.routes[i].reversed for i in chosen]
         pending.backward_flight = _Flight.launch([gradients[i] for i in chosen], routes, pending.channel)
         return None, empty
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -102,7 +103,7 @@ def move(x: Tensor, taken: Units, out: Tensor, given: Units) -> None:
     given.put(part, out)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Route:
     """An exchange on a device.
 
@@ -139,6 +140,7 @@ class Route:
             schedule.adds_up,
         )
 
+    @cached_property
     def reversed(self) -> Route:
         """The route that brings the output's units back; see ``knapformer.schedule.Exchange.reversed``."""
         return Route(

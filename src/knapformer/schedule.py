@@ -88,6 +88,7 @@ class Exchange:
     has_copies: bool = False
     adds_up: bool = False
 
+    @cached_property
     def reversed(self) -> Exchange:
         """What brings the output's units back to where they came from; the sum of them where there were copies."""
         return Exchange(

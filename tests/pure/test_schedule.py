@@ -86,7 +86,7 @@ def test_tokens_go_where_they_are_held_and_come_back(seed):
     home = [[label(*token) for token in at_home(lengths, rank)] for rank in range(plan.world_size)]
     routed = carry_out(exchanges, home)
     assert routed == [[label(*token) for token in held(own)] for own in tokens]
-    assert carry_out([e.reversed() for e in exchanges], routed) == home
+    assert carry_out([e.reversed for e in exchanges], routed) == home
     assert len({e.is_local for e in exchanges}) == 1
     assert exchanges[0].is_local == (not any(e.send_counts.any() for e in exchanges))
 
@@ -109,7 +109,7 @@ def test_streams_go_alone(seed):
             )
         ]
         assert carry_out(exchanges, chosen[0]) == chosen[1]
-        assert carry_out([e.reversed() for e in exchanges], chosen[1]) == chosen[0]
+        assert carry_out([e.reversed for e in exchanges], chosen[1]) == chosen[0]
     with pytest.raises(ConfigurationError, match=r"no stream 'audio': the lengths have \['text', 'visual'\]"):
         token_exchange(plan, lengths, tokens[0], 0, "audio")
 
@@ -125,7 +125,7 @@ def test_conditioning_goes_to_all_holders_and_sums_come_back(seed):
     assert copied == [[label(i, row) for i in own.sequence_ids.tolist() for row in range(rows[i])] for own in tokens]
     holders = [sum(i in own.sequence_ids for own in tokens) for i in range(plan.num_sequences)]
     summed = [[label(i, row) * holders[i] for i in own for row in range(rows[i])] for own in mine]
-    assert carry_out([e.reversed() for e in exchanges], copied) == summed
+    assert carry_out([e.reversed for e in exchanges], copied) == summed
 
 
 def attend(plan: Plan, tokens: list[RankTokens]) -> list[AttentionSchedule]:
@@ -149,7 +149,7 @@ def test_heads_go_to_their_tiles_and_come_back(seed, num_heads, num_kv_heads):
     received_k = carry_out([s.keys for s in schedules], k)
     for rank, schedule in enumerate(schedules):
         check_entries(plan, rank, schedule, received_q[rank], received_k[rank])
-    assert carry_out([s.queries.reversed() for s in schedules], received_q) == q
+    assert carry_out([s.queries.reversed for s in schedules], received_q) == q
 
 
 def check_entries(plan: Plan, rank: int, schedule: AttentionSchedule, q: list[int], k: list[int]) -> None:

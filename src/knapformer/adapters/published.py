@@ -274,7 +274,7 @@ class SequenceBalancer:
         for x in tensors:
             heads = x.shape[1] if reverse else split_evenly(x.shape[1], num_ranks)
             route = self._current.head_route(self._bag, self._bag_channel.rank, heads, x.device)
-            routes.append(route.reversed() if reverse else route)
+            routes.append(route.reversed if reverse else route)
             rows = routes[-1].num_in // x.shape[1]
             if len(x) != rows:
                 raise LengthsError(f"rank {self.this_gpu_id}: expected {rows} rows of attention, got {tuple(x.shape)}")
@@ -303,7 +303,7 @@ class _Step:
             plan = self.plan
             tokens = RankTokens(plan.segment_sequence[own], plan.segment_start[own], plan.segment_end[own], num_whole=0)
             self._routes[key] = Route.of(token_exchange(self.plan, self.lengths, tokens, self.rank), x.device)
-        route = self._routes[key].reversed() if reverse else self._routes[key]
+        route = self._routes[key].reversed if reverse else self._routes[key]
         if x.shape[0] != route.num_in:
             raise LengthsError(f"rank {self.rank}: expected {route.num_in} rows, got shape {tuple(x.shape)}")
         return route
