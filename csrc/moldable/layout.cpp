@@ -158,7 +158,9 @@ std::vector<AnchorSize> size_anchors(const Problem& problem, const LayoutSetting
   std::vector<AnchorSize> sizes;
   for (int32_t s : problem.heaviest_first) {
     if (problem.work_s[s] <= bar || problem.lengths[s] < 2) break;
-    sizes.push_back({s, std::max(2, group_size(problem, s, settings.target_s * settings.size_share, node_size))});
+    int32_t ranks = std::max(2, group_size(problem, s, settings.target_s * settings.size_share, node_size));
+    if (settings.whole_nodes && ranks > node_size) ranks = std::min(problem.num_ranks, (ranks + node_size - 1) / node_size * node_size);
+    sizes.push_back({s, ranks});
   }
   return sizes;
 }

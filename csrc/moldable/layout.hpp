@@ -11,6 +11,7 @@ struct LayoutSettings {
   double target_s;       // makespan aimed at
   double anchor_share;   // sequences with more work than this share of the target are anchors
   double size_share;     // an anchor's group is the smallest that would be done within this share of the target
+  bool whole_nodes;      // groups larger than a node are rounded up to whole nodes
 };
 
 struct AnchorSize {
