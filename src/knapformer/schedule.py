@@ -58,7 +58,7 @@ class Blocks:
         return Blocks(*(getattr(self, f.name)[index] for f in fields(self)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Exchange:
     """One rank's part in one all-to-all.
 
