@@ -2,8 +2,9 @@
 
 Every rank holds ``--megabytes`` of rows of ``--width`` float32 numbers in ``--sequences`` sequences, each of which is
 split evenly over all ranks. In each repetition, one after another: the bare collective, the collective as the library
-issues it, the whole of ``Step.route`` with its copies, and its backward. Prints JSON: medians over the repetitions of
-the slowest rank's time, and their ratios to the bare collective.
+issues it, the whole of ``Step.route`` with its copies, and its backward. The ranks keep memory that they free: whether
+glibc returns it to the system in between depends on what else was freed. Prints JSON: medians over the repetitions
+of the slowest rank's time, and their ratios to the bare collective.
 
     python benchmarks/routing.py --ranks 2 --megabytes 8
 """
@@ -29,6 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from knapformer import Balancer, CostModel, __version__
+from knapformer.bench.heap import keep_freed_memory
 from knapformer.exchange import all_to_all
 
 TARGETS = {"collective": 1.25, "route": 2.0, "route_backward": 2.0}
@@ -40,7 +42,7 @@ def main() -> None:
     parser.add_argument("--megabytes", type=float, default=8.0, help="per rank, of 2**20 bytes")
     parser.add_argument("--width", type=int, default=1024)
     parser.add_argument("--sequences", type=int, default=6, help="per rank")
-    parser.add_argument("--repetitions", type=int, default=40)
+    parser.add_argument("--repetitions", type=int, default=150)
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(measure, (vars(arguments), folder), nprocs=arguments.ranks)
@@ -72,6 +74,7 @@ def main() -> None:
 
 def measure(rank: int, settings: dict[str, Any], folder: str) -> None:
     torch.set_num_threads(1)
+    keep_freed_memory()
     num_ranks = settings["ranks"]
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)

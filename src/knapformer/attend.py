@@ -15,6 +15,8 @@ from knapformer.exchange import Channel, exchange, finish, start
 from knapformer.kernels import Offsets, varlen_attention
 from knapformer.routes import Route
 
+Tensors = tuple[Tensor, ...]
+
 
 class BalancedAttention:
     """The attention of one rank under one plan, for models of one number of heads.
@@ -75,27 +77,33 @@ class BalancedAttention:
                 f"rank {self.channel.rank}: the plan gives it {self.num_rows} tokens, q has {q.shape[0]}"
             )
         if self.schedule.is_local:
-            return self._whole(q, k, v, scale, causal)
+            return self._whole((q, k, v), scale, causal)
         if causal and self.schedule.has_query_tiles:
             raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
-        num_whole = self.cu_whole[-1]
         width = q.shape[-1]
-        parts = [x[num_whole:].reshape(-1, width) for x in (q, k, v)]
-        pending = start(parts, (self.queries, self.keys, self.keys), self.channel)
+        own, shared = self._apart(q, k, v)
+        pending = start([x.reshape(-1, width) for x in shared], (self.queries, self.keys, self.keys), self.channel)
         if self.overlap:
-            whole = self._whole(q[:num_whole], k[:num_whole], v[:num_whole], scale, causal)
+            whole = self._whole(own, scale, causal)
             tiles = finish(pending)
         else:
             tiles = finish(pending)
-            whole = self._whole(q[:num_whole], k[:num_whole], v[:num_whole], scale, causal)
+            whole = self._whole(own, scale, causal)
         (split,) = exchange([self._tiles(tiles, scale, causal)], [self.outputs], self.channel)
         return torch.cat([whole, split.view(-1, self.num_heads, width)])
 
-    def _whole(self, q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+    def _apart(self, *tensors: Tensor) -> tuple[Tensors, Tensors]:
+        """Rows of whole sequences and rows of split ones; split and not sliced, which costs less in backward."""
+        num_whole = self.cu_whole[-1]
+        own, shared = zip(*(x.split([num_whole, x.shape[0] - num_whole]) for x in tensors), strict=True)
+        return own, shared
+
+    def _whole(self, tensors: Tensors, scale: float | None, causal: bool) -> Tensor:
+        q, k, v = tensors
         cu = self.cu_whole
         return varlen_attention(q, k, v, cu, cu, scale=scale, causal=causal, kernel=self.kernel)
 
-    def _tiles(self, received: tuple[Tensor, ...], scale: float | None, causal: bool) -> Tensor:
+    def _tiles(self, received: Tensors, scale: float | None, causal: bool) -> Tensor:
         """(rows of entries, D): each entry is one head of one tile, and a batch entry of one head for the kernel."""
         q, k, v = received
         if self.expand_keys is not None:

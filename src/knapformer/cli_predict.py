@@ -250,6 +250,7 @@ def replay(
 def _runner(model: str, device: str | None, dtype: str | None, blocks: int, recompute: bool) -> Any:
     import torch
 
+    from knapformer.bench.heap import keep_freed_memory
     from knapformer.bench.runner import DTYPES, ModelRunner
 
     if device not in (None, "cpu", "cuda"):
@@ -262,6 +263,7 @@ def _runner(model: str, device: str | None, dtype: str | None, blocks: int, reco
         raise ConfigurationError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
     if where.type == "cpu":
         torch.set_num_threads(1)
+        keep_freed_memory()
     return ModelRunner.of_model(model, dtype=DTYPES[name], device=where, recompute=recompute, num_blocks=blocks)
 
 

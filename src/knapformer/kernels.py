@@ -106,21 +106,23 @@ def _has_torch_varlen() -> bool:
 def _sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Offsets, cu_k: Offsets, *, scale: float | None, causal: bool
 ) -> Tensor:
-    """One call for each run of entries of equal lengths."""
-    entries = list(zip(pairwise(cu_q.host), pairwise(cu_k.host), strict=True))
+    """One call for each run of entries of equal lengths.
+
+    Split and not sliced, because the gradient of each slice would be a tensor as large as the whole.
+    """
+    bounds = zip(pairwise(cu_q.host), pairwise(cu_k.host), strict=True)
+    shapes = ((b - a, d - c) for (a, b), (c, d) in bounds)
+    runs = [(*shape, len(list(run))) for shape, run in groupby(shapes)]
+    split_q = q.split([count * num_q for num_q, _, count in runs])
+    split_k, split_v = (x.split([count * num_k for _, num_k, count in runs]) for x in (k, v))
     parts = []
-    for (num_q, num_k), run in groupby(entries, key=lambda e: (e[0][1] - e[0][0], e[1][1] - e[1][0])):
-        bounds = list(run)
+    for (num_q, num_k, count), *rows in zip(runs, split_q, split_k, split_v, strict=True):
         if num_q == 0:
             continue
         if num_k == 0:
-            parts.append(torch.zeros_like(q[bounds[0][0][0] : bounds[-1][0][1]]) + _nothing(q, k, v))
+            parts.append(torch.zeros_like(rows[0]) + _nothing(q, k, v))
             continue
-        (first_q, first_k), (last_q, last_k) = ((e[0][i], e[1][i]) for e, i in ((bounds[0], 0), (bounds[-1], 1)))
-        batch_q, batch_k, batch_v = (
-            x[a:b].unflatten(0, (len(bounds), n)).transpose(1, 2)
-            for x, a, b, n in ((q, first_q, last_q, num_q), (k, first_k, last_k, num_k), (v, first_k, last_k, num_k))
-        )
+        batch_q, batch_k, batch_v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in rows)
         out = functional.scaled_dot_product_attention(
             batch_q, batch_k, batch_v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )

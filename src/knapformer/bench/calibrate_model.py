@@ -14,7 +14,7 @@ from knapformer.cost import CostModel, Fit, PackSample, fit
 from knapformer.errors import ConfigurationError
 
 SHORTEST_TOKENS = 128
-NUM_FITTED, NUM_HELD_OUT = 14, 10
+NUM_FITTED, NUM_HELD_OUT = 16, 10
 PROBE_SHARE = 1 / 40
 """Of the time budget, for one pass over the longest pack."""
 
@@ -50,7 +50,9 @@ class ModelCalibration:
 
 
 def make_packs(longest_tokens: int, seed: int = 0) -> tuple[list[Pack], list[Pack]]:
-    """Packs to fit and packs to test: one to many sequences of 128 tokens to all that fit, drawn log-uniformly.
+    """Packs to fit and packs to test: of 128 tokens to all that fit, in one to many sequences, drawn log-uniformly.
+
+    Small packs matter: in them the time shows that does not depend on tokens.
 
     Raises:
         ConfigurationError: the longest is too short to tell the terms apart.
@@ -58,22 +60,30 @@ def make_packs(longest_tokens: int, seed: int = 0) -> tuple[list[Pack], list[Pac
     if longest_tokens < 4 * SHORTEST_TOKENS:
         raise ConfigurationError(f"calibration needs packs of {4 * SHORTEST_TOKENS} tokens, got {longest_tokens}")
     rng = random.Random(seed)
-    singles: list[Pack] = [(round(longest_tokens * share),) for share in (1.0, 0.75, 0.5, 0.3, 0.15)]
-    many: list[Pack] = [(SHORTEST_TOKENS,) * max(1, longest_tokens // (SHORTEST_TOKENS * k)) for k in (1, 3)]
+    singles: list[Pack] = [(round(longest_tokens * share),) for share in (1.0, 0.75, 0.5, 0.3)]
+    singles += [(SHORTEST_TOKENS,), (2 * SHORTEST_TOKENS,)]
 
-    def drawn() -> Pack:
-        left = round(longest_tokens * rng.uniform(0.2, 1.0))
-        most = round(longest_tokens * rng.choice((0.1, 0.25, 0.5, 0.75)))
+    def log_uniform(low: int, high: int) -> int:
+        return round(low * (max(high, low) / low) ** rng.random())
+
+    def drawn(total: int, most: int) -> Pack:
         pack: list[int] = []
-        while left >= SHORTEST_TOKENS:
-            low, high = SHORTEST_TOKENS, max(SHORTEST_TOKENS, min(left, most))
-            pack.append(round(low * (high / low) ** rng.random()))
-            left -= pack[-1]
+        while total >= SHORTEST_TOKENS:
+            pack.append(log_uniform(SHORTEST_TOKENS, min(total, most)))
+            total -= pack[-1]
         return tuple(pack)
 
-    fitted = singles + many
-    fitted += [drawn() for _ in range(NUM_FITTED - len(fitted))]
-    return fitted, [drawn() for _ in range(NUM_HELD_OUT)]
+    def new_pack() -> Pack:
+        while True:
+            total = log_uniform(SHORTEST_TOKENS, longest_tokens)
+            pack = drawn(total, round(total * rng.choice((0.1, 0.25, 0.5, 1.0))))
+            if pack not in packs:
+                return pack
+
+    packs = singles + [drawn(longest_tokens // share, 2 * SHORTEST_TOKENS) for share in (1, 3)]
+    while len(packs) < NUM_FITTED + NUM_HELD_OUT:
+        packs.append(new_pack())
+    return packs[:NUM_FITTED], packs[NUM_FITTED:]
 
 
 def calibrate_model(

@@ -22,6 +22,7 @@ from torch.multiprocessing.spawn import ProcessExitedException, start_processes
 
 from knapformer import errors
 from knapformer.bench.config import TrainConfig, usable_cores
+from knapformer.bench.heap import keep_freed_memory
 from knapformer.bench.results import SCHEMA, summarize
 from knapformer.bench.train import run_rank
 from knapformer.errors import ConfigurationError, KnapFormerError
@@ -113,6 +114,7 @@ def _rank(rank: int, num_ranks: int, init_method: str, config: TrainConfig) -> d
         backend = "cpu:gloo,cuda:nccl"
     else:
         torch.set_num_threads(1)
+        keep_freed_memory()
         backend = "gloo"
     dist.init_process_group(backend, init_method=init_method, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
     try:

@@ -1,8 +1,8 @@
 """Run every rank's share of a plan with real kernels on one device, one rank after another.
 
 This tests what all planning rests on: that a rank's time follows from the lengths it is given. What would come from
-other ranks is stood in for by rows of its own, copied once where an exchange would unpack them. Communication is
-therefore not measured; where a makespan needs it, it is the cost model's.
+other ranks is stood in for by equal numbers. Communication, packing and unpacking included, is therefore not measured;
+where a makespan needs it, it is the cost model's.
 """
 
 from __future__ import annotations
@@ -30,39 +30,37 @@ SCHEMA = "knapformer.replay/1"
 
 
 class ReplayAttention(BalancedAttention):
-    """A rank's attention with other ranks' rows stood in for."""
+    """A rank's attention with other ranks' rows, and what the rank would get back for its own, stood in for."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
-        num_whole = self.cu_whole[-1]
-        whole = self._whole(q[:num_whole], k[:num_whole], v[:num_whole], scale, causal)
         if self.schedule.is_local:
-            return whole
+            return self._whole((q, k, v), scale, causal)
         width = q.shape[-1]
+        own, shared = self._apart(q, k, v)
+        whole = self._whole(own, scale, causal)
         tiles = tuple(
-            _StandIn.apply(x[num_whole:].reshape(-1, width), route.num_out)
-            for x, route in ((q, self.queries), (k, self.keys), (v, self.keys))
+            _StandIn.apply(x.reshape(-1, width), route.num_out)
+            for x, route in zip(shared, (self.queries, self.keys, self.keys), strict=True)
         )
         split = _StandIn.apply(self._tiles(tiles, scale, causal), self.queries.num_in)
         return torch.cat([whole, split.view(-1, self.num_heads, width)])
 
 
 class _StandIn(Function):
-    """(units, width) to another number of units, both ways: the first ones, over and over."""
+    """(units, width) to another number of units, both ways: as many equal numbers, which cost almost nothing."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, num_out: int) -> Tensor:
         ctx.num_in = x.shape[0]
-        return _cycled(x, num_out)
+        return _filled(x, num_out)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _cycled(gradient, ctx.num_in), None
+        return _filled(gradient, ctx.num_in), None
 
 
-def _cycled(x: Tensor, count: int) -> Tensor:
-    if x.shape[0] == 0 or count == 0:
-        return x.new_zeros(count, x.shape[1])
-    return x.index_select(0, torch.arange(count, device=x.device) % x.shape[0])
+def _filled(x: Tensor, count: int) -> Tensor:
+    return x.new_full((count, x.shape[1]), 0.5)
 
 
 def rank_share(plan: Plan, rank: int, runner: ModelRunner) -> Callable[[], None]:
