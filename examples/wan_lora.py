@@ -76,4 +76,6 @@ def train(pretrained: str | None = None, steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        raise SystemExit(__doc__)
     typer.run(train)

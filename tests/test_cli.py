@@ -10,6 +10,7 @@ import pytest
 
 from knapformer.cli import main
 from knapformer.plan import Plan
+from knapformer.version import __version__
 
 
 @pytest.fixture
@@ -124,7 +125,17 @@ def test_a_wrong_lengths_file_is_one_line(capsys, tmp_path, content, message):
         (["workload", "mixres", "--ranks", "33"], "33 ranks are not a multiple"),
         (["workload", "mixres", "-o", "/nowhere/lengths.json"], "No such file or directory"),
         (["report", "/nowhere.json"], "No such file or directory"),
+        (["workload", "mixres", "-o", "/nowhere/lengths.json"], "/nowhere/lengths.json: "),
         (["workload", "lowres", "--seed", "-1"], "--seed"),
+        (["workload", "lognormal:99999999:999"], "would have 99,899,999,001 sequences, at most 10,000,000"),
+        (["workload", "wan:8:99999999999999:.5"], "sequences, at most 10,000,000"),
+        (["workload", "g99999999b999i256f1s0"], "would have 99,899,999,001 sequences"),
+        (["calibrate", "--budget", "nan"], "--budget must be a number of seconds above 0, got nan"),
+        (["replay", "--workload", "lowres", "--budget", "-1"], "--budget must be a number of seconds above 0"),
+        (["bench", "--planners", ","], "--planners must be names joined by commas, got ','"),
+        (["simulate", "--workload", "lowres", "--planners", ",,"], "--planners must be names joined by commas"),
+        (["simulate", "--workload", "lowres", "--shard-size", "5"], "--shard-size must divide 32 ranks, got 5"),
+        (["simulate", "--preset", "zellige", "--model", "flux.1-dev"], "a preset has its own --model: leave out"),
         (["calibrate", "--device", "abacus"], "--device must be cpu or cuda, got 'abacus'"),
         (["bench", "--planners", "home,worst"], "unknown planner 'worst'"),
         (["bench", "--planners", "bags"], "bags need a layout"),
@@ -154,6 +165,13 @@ def test_planning_does_not_import_torch(lengths_file):
     assert subprocess.run(control, capture_output=True, check=False).returncode == 9
 
 
+def test_version_help_and_names(capsys):
+    assert run(capsys, "--version") == (0, __version__ + "\n", "")
+    assert run(capsys, "plan", "-h") == run(capsys, "plan", "--help")
+    code, out, _ = run(capsys, "list")
+    assert code == 0 and all(name in out for name in ("moldable", "wan2.1-1.3b", "h100", "joint", "lognormal:"))
+
+
 def test_no_arguments_show_help(capsys):
     code, out, _ = run(capsys)
     assert code == 0 and "plan" in out and "workload" in out
@@ -168,7 +186,14 @@ def test_no_arguments_show_help(capsys):
             "--memory-gb must be a number above 0, got nan",
         ),
         (["simulate", "--workload", "zeros.json"], "zeros.json: a step without tokens"),
+        (["simulate", "--workload", "some.json", "--ranks", "3"], "some.json has lengths of 2 ranks, --ranks is 3"),
+        (["simulate", "--workload", "some.json", "--cost", "cost.json", "--model", "flux.1-dev"], "leave them out"),
         (["replay", "--workload", "joint", "--cost", "broken.json"], "broken.json is not JSON"),
+        (["replay", "--workload", "joint", "--cost", "cost.json"], "was measured with model 'flux.1-dev', --model is"),
+        (
+            ["advise", "halves.csv", "--ranks", "2"],
+            "halves.csv: row 2: length must be an integer of at least 1, got 2.5",
+        ),
     ],
 )
 def test_steps_and_files_that_cannot_be_compared(capsys, tmp_path, monkeypatch, arguments, message):
@@ -176,5 +201,8 @@ def test_steps_and_files_that_cannot_be_compared(capsys, tmp_path, monkeypatch, 
     (tmp_path / "zeros.json").write_text('{"lengths": [[0], [0]]}')
     (tmp_path / "some.json").write_text('{"lengths": [[10], [20]]}')
     (tmp_path / "broken.json").write_text("{")
+    (tmp_path / "halves.csv").write_text("length\n7\n2.5\n")
+    cost = {"hidden": 64, "num_heads": 4, "measured": {"model": "flux.1-dev"}}
+    (tmp_path / "cost.json").write_text(json.dumps(cost))
     code, _, err = run(capsys, *arguments)
     assert code == 2 and err.count("\n") == 1 and message in err

@@ -17,13 +17,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from knapformer import cli_planners, cli_predict
-from knapformer.cli_predict import parse_cap
+from knapformer import cli_measure, cli_planners, cli_predict
+from knapformer.cli_common import AsJson, Out, parse_cap, parse_names
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.lengths import Lengths, read_lengths
 from knapformer.plan import Plan
 from knapformer.topology import Topology
+from knapformer.version import __version__
 
 if TYPE_CHECKING:
     from knapformer.planners import Evaluation
@@ -32,6 +33,7 @@ app = typer.Typer(
     name="knapformer",
     help="Straggler-free training of Diffusion Transformers on mixed image resolutions and video.",
     add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
@@ -39,10 +41,8 @@ app = typer.Typer(
 UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 """The base of errors in the command line itself. Typer had it from click, and now has its own."""
 
-Out = Annotated[Path | None, typer.Option("--output", "-o", help="File to write.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
-
 cli_predict.register(app)
+cli_measure.register(app)
 cli_planners.register(app)
 
 DEMO_FILE, BENCH_FILE = Path("runs/demo.json"), Path("runs/bench.json")
@@ -64,8 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     except UsageError as error:
         return _fail(error.format_message())  # type: ignore[attr-defined]
-    except (KnapFormerError, OSError) as error:
+    except KnapFormerError as error:
         return _fail(str(error))
+    except OSError as error:
+        return _fail(f"{error.filename}: {error.strerror}" if error.filename and error.strerror else str(error))
     return result if isinstance(result, int) else 0
 
 
@@ -74,8 +76,16 @@ def _fail(message: str) -> int:
     return 2
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    version: Annotated[bool, typer.Option("--version", callback=_print_version, is_eager=True)] = False,
+) -> None:
     """Straggler-free training of Diffusion Transformers on mixed image resolutions and video."""
 
 
@@ -111,12 +121,13 @@ def plan(
     if as_json:
         print(json.dumps(summary))
         return
-    from knapformer.report.grid import plan_table
+    from knapformer.report.grid import GRID_LEGEND, plan_table
 
     console = Console(record=picture is not None)
     home = evaluate(make_plan(step_lengths, planner="home", cost=model_cost, max_tokens_per_rank=None), model_cost)
     console.print(_summary_table(summary, home.makespan_s))
     console.print(plan_table(result, evaluation, width=console.width))
+    console.print(GRID_LEGEND, style="dim", highlight=False, markup=False)
     if picture is not None:
         console.save_svg(str(picture), title=f"knapformer plan {lengths.name} --planner {planner}")
 
@@ -139,6 +150,25 @@ def workload(
     output.write_text(text + "\n")
     lengths = Lengths.from_ranks(rows)
     print(f"{output}: {lengths.num_sequences} sequences, {lengths.num_tokens:,} tokens on {lengths.num_ranks} ranks")
+
+
+@app.command("list")
+def list_names() -> None:
+    """Print the names that the other commands know."""
+    from knapformer.bench.hardware import HARDWARE
+    from knapformer.bench.workloads import workload_names
+    from knapformer.planners import PLANNERS
+    from knapformer.shapes import MODEL_SHAPES
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    for kind, names in (
+        ("planners", PLANNERS),
+        ("models", MODEL_SHAPES),
+        ("hardware", HARDWARE),
+        ("workloads", [*workload_names(), "data codes, as in g2b4i256f1s0"]),
+    ):
+        table.add_row(f"[bold]{kind}", ", ".join(names))
+    Console().print(table, highlight=False)
 
 
 @app.command()
@@ -183,7 +213,7 @@ def bench(
     from knapformer.bench.launch import default_num_ranks, given_num_ranks
 
     num_ranks = (given_num_ranks() or default_num_ranks()) if ranks is None else ranks
-    chosen = [PlannerSpec.parse(name) for name in planners.split(",") if name]
+    chosen = [PlannerSpec.parse(name) for name in parse_names("--planners", planners)]
     config = TrainConfig(
         codes=codes or DEMO_CODES,
         planners=tuple(chosen) or default_planners(max(num_ranks, 1)),

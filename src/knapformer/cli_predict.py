@@ -1,52 +1,44 @@
-"""The commands that predict: simulate, advise, calibrate and replay. Each reads its options and calls a function."""
+"""The commands that predict: simulate and advise. Each reads its options and calls a function."""
 
 from __future__ import annotations
 
 import json
 import math
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from knapformer.cli_common import AsJson, Out, parse_cap, parse_names, progress_bar, stamp, write_json
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
 from knapformer.lengths import Lengths, read_lengths
 
-Out = Annotated[Path | None, typer.Option("--output", "-o", help="File to write; .md beside it for tables.")]
-MOST_CAP_DIGITS = 12
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+MODEL, DEVICE, DEVICES = "flux.1-dev", "h100", "a100, a800, a6000, h100, h200 or b200"
 
 
 def register(app: typer.Typer) -> None:
     """Add the commands to the command line."""
     app.command()(simulate)
     app.command()(advise)
-    app.command()(calibrate)
-    app.command()(replay)
 
 
 def simulate(
     preset: Annotated[str | None, typer.Option(help="knapformer, zellige or open-sora.")] = None,
     workload: Annotated[str | None, typer.Option(help="A workload's name or data codes; or a lengths file.")] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks, where the workload leaves them open.")] = None,
-    model: Annotated[str, typer.Option(help="A known model.")] = "flux.1-dev",
-    hardware: Annotated[str, typer.Option(help="a100, a800, a6000, h100, h200 or b200.")] = "h100",
+    model: Annotated[str | None, typer.Option(help=f"A known model; {MODEL} by default.")] = None,
+    hardware: Annotated[str | None, typer.Option(help=f"{DEVICES}; {DEVICE} by default.")] = None,
     cost: Annotated[Path | None, typer.Option(help="A cost file, instead of model and hardware.")] = None,
     planners: Annotated[str, typer.Option(help="Joined by commas, as in home,bags:g2n1,moldable.")] = "",
-    steps: Annotated[int, typer.Option(help="Steps of each workload.", min=1)] = 20,
-    shard_size: Annotated[int, typer.Option(help="Ranks over which FSDP2 shards.", min=1)] = 8,
+    steps: Annotated[int, typer.Option(help="Steps of each workload; one of a lengths file.", min=1)] = 20,
+    shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1)] = None,
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto",
     seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0,
     as_json: AsJson = False,
-    output: Out = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file; .md with tables beside it.")] = None,
 ) -> None:
     """Run steps of a workload through every planner on modelled hardware; see ``knapformer.bench.timeline``."""
     from knapformer.bench.presets import comparisons, planners_of, run_comparison
@@ -55,6 +47,11 @@ def simulate(
     if (preset is None) == (workload is None):
         raise ConfigurationError("give --preset or --workload, one of them")
     if preset is not None:
+        others = {"ranks": ranks, "model": model, "hardware": hardware, "cost": cost, "shard-size": shard_size}
+        others |= {"planners": planners or None, "max-tokens-per-rank": _unless(max_tokens_per_rank, "auto")}
+        given = [f"--{name}" for name, value in others.items() if value is not None]
+        if given:
+            raise ConfigurationError(f"a preset has its own {', '.join(given)}: leave out one or the other")
         found = comparisons(preset)
         with progress_bar("simulating", steps * sum(len(planners_of(c)) for c in found)) as on_step:
             results = [run_comparison(c, num_steps=steps, seed=seed, on_step=on_step) for c in found]
@@ -86,8 +83,8 @@ def advise(
     lengths: Annotated[Path, typer.Argument(help="CSV or Parquet with length, or width, height, frames; or lengths.")],
     ranks: Annotated[int, typer.Option(help="Ranks that balance together.", min=1)],
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.", min=1)] = None,
-    model: Annotated[str, typer.Option(help="A known model.")] = "flux.1-dev",
-    hardware: Annotated[str, typer.Option(help="a100, a800, a6000, h100, h200 or b200.")] = "h100",
+    model: Annotated[str, typer.Option(help="A known model.")] = MODEL,
+    hardware: Annotated[str, typer.Option(help=f"{DEVICES}.")] = DEVICE,
     cost: Annotated[Path | None, typer.Option(help="A cost file of calibrate, for speed, γ and links.")] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Of a rank; the hardware's without.")] = None,
     tokens_per_rank: Annotated[int | None, typer.Option(help="Tokens that a rank loads.", min=1)] = None,
@@ -114,9 +111,7 @@ def advise(
         raise ConfigurationError(f"--memory-gb must be a number above 0, got {memory_gb}")
     layer = device.cost(shape) if cost is None else CostModel.read(cost)
     layer = layer if ranks_per_node is None else layer.with_machine(ranks_per_node=ranks_per_node)
-    shard = math.gcd(ranks, layer.machine.ranks_per_node) if shard_size is None else shard_size
-    if ranks % shard:
-        raise ConfigurationError(f"--shard-size must divide {ranks} ranks, got {shard}")
+    shard = checked_shard_size(shard_size, ranks, layer.machine.ranks_per_node)
     memory = MemoryModel.of_model(model, shape, shard_size=shard)
     memory_bytes = device.memory_bytes if memory_gb is None else 1e9 * memory_gb
     with progress_bar("drawing steps", steps * advisor.num_ways(ranks)) as on_step:
@@ -143,153 +138,14 @@ def advise(
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def calibrate(
-    model: Annotated[str, typer.Option(help="A known model, or demo.")] = "demo",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 on the CPU, else bfloat16.")] = None,
-    blocks: Annotated[int, typer.Option(help="Double-stream and single-stream blocks to time, each.", min=1)] = 1,
-    recompute: Annotated[bool, typer.Option(help="Recompute blocks in backward.")] = False,
-    budget: Annotated[float, typer.Option(help="Seconds that it may take, roughly.")] = 60.0,
-    longest: Annotated[int | None, typer.Option(help="Tokens of the longest pack; else by the budget.")] = None,
-    repeats: Annotated[int, typer.Option(help="Measurements of each pack.", min=1)] = 3,
-    max_mape: Annotated[float, typer.Option(help="Held-out error in percent above which nothing is written.")] = 10,
-    force: Annotated[bool, typer.Option(help="Write the file whatever the error.")] = False,
-    links: Annotated[bool, typer.Option(help="Under torchrun: measure links, and nothing else.")] = False,
-    cost: Annotated[Path | None, typer.Option(help="With --links: the cost file to put them into.")] = None,
-    as_json: AsJson = False,
-    output: Out = None,
-) -> None:
-    """Fit the cost model to this device, test it on packs left out, and write a cost file."""
-    from knapformer.bench.calibrate_command import calibrate_links, calibrate_to_cost_file
-    from knapformer.bench.calibrate_model import NUM_FITTED, NUM_HELD_OUT
-
-    if links:
-        content = calibrate_links(None if cost is None else CostModel.read(cost))
-    else:
-        runner = _runner(model, device, dtype, blocks, recompute)
-        with progress_bar("calibrating", repeats * (NUM_FITTED + NUM_HELD_OUT)) as on_pack:
-            content = calibrate_to_cost_file(
-                runner, model, budget_s=budget, repeats=repeats, longest_tokens=longest, on_pack=on_pack
-            )
-    if content is None:
-        return
-    content["measured"] |= stamp()
-    mape = content["measured"].get("held_out_mape", 0.0)
-    if as_json:
-        print(json.dumps(content))
-    else:
-        Console(soft_wrap=True).print(*_calibration_lines(content), sep="\n", highlight=False)
-    if 100 * mape > max_mape and not force:
-        raise ConfigurationError(
-            f"the held-out MAPE is {100 * mape:.1f} %, above {max_mape:g} %: no file written. "
-            "Quieten the machine, raise --budget or --repeats, or give --force"
-        )
-    if output is not None:
-        write_json(output, content)
-
-
-def replay(
-    plans: Annotated[list[Path] | None, typer.Argument(help="Plan files of the same ranks.")] = None,
-    workload: Annotated[str | None, typer.Option(help="Instead of plan files: plan this workload.")] = None,
-    planners: Annotated[str, typer.Option(help="For --workload, joined by commas.")] = "home,bags:g4n2,moldable",
-    ranks: Annotated[int | None, typer.Option(help="Ranks, where the workload leaves them open.")] = None,
-    scale: Annotated[int, typer.Option(help="Divide the workload's lengths by this.", min=1)] = 1,
-    model: Annotated[str, typer.Option(help="A known model, or demo.")] = "demo",
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 on the CPU, else bfloat16.")] = None,
-    blocks: Annotated[int, typer.Option(help="Double-stream and single-stream blocks, each.", min=1)] = 1,
-    recompute: Annotated[bool, typer.Option(help="Recompute blocks in backward.")] = False,
-    cost: Annotated[Path | None, typer.Option(help="A cost file for this model; else calibrate now.")] = None,
-    budget: Annotated[float, typer.Option(help="Seconds for calibrating, roughly.")] = 60.0,
-    repeats: Annotated[int, typer.Option(help="Measurements of each rank.", min=1)] = 3,
-    seed: Annotated[int, typer.Option(help="Of the workload.", min=0)] = 0,
-    as_json: AsJson = False,
-    output: Out = None,
-) -> None:
-    """Run each rank's share of plans on this one device, one rank after another, and compare with the prediction."""
-    from knapformer.bench.replay import replay_table
-    from knapformer.bench.replay_command import plan_workload, read_plans, replay_plans
-
-    if bool(plans) == (workload is not None):
-        raise ConfigurationError("give plan files or --workload, one of them")
-    runner = _runner(model, device, dtype, blocks, recompute)
-    content = None
-    if cost is not None:
-        CostModel.read(cost)  # a cost file; its measurements are no part of the model
-        content = json.loads(cost.read_text())
-    with progress_bar("replaying", None) as on_rank:
-        if plans:
-            found, lengths = read_plans(plans), None
-        else:
-            assert workload is not None
-            found, lengths = {}, plan_workload(workload, ranks, scale, seed)
-        result = replay_plans(
-            runner,
-            found,
-            lengths,
-            planners=[name for name in planners.split(",") if name],
-            cost_file=content,
-            budget_s=budget,
-            repeats=repeats,
-            on_rank=on_rank,
-        )
-    result |= {**stamp(), "model": model, "workload": workload, "scale": scale}
-    if output is not None:
-        write_json(output, result)
-    if as_json:
-        print(json.dumps(result))
-        return
-    console = Console(soft_wrap=True)
-    console.print(replay_table(result["plans"]))
-    console.print(
-        "Each rank's forward and backward pass ran on this device. Communication is modelled, not measured.",
-        style="dim",
-    )
-
-
-def _runner(model: str, device: str | None, dtype: str | None, blocks: int, recompute: bool) -> Any:
-    import torch
-
-    from knapformer.bench.heap import keep_freed_memory
-    from knapformer.bench.runner import DTYPES, ModelRunner
-
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigurationError(f"--device must be cpu or cuda, got {device!r}")
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if where.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("--device cuda: there is no CUDA device here")
-    name = dtype or ("float32" if where.type == "cpu" else "bfloat16")
-    if name not in DTYPES:
-        raise ConfigurationError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
-    if where.type == "cpu":
-        torch.set_num_threads(1)
-        keep_freed_memory()
-    return ModelRunner.of_model(model, dtype=DTYPES[name], device=where, recompute=recompute, num_blocks=blocks)
-
-
-def _calibration_lines(content: dict[str, Any]) -> Iterator[str]:
-    measured = content["measured"]
-    for name, link in measured.get("links", {}).items():
-        speed = f"{link['bytes_per_s'] / 1e9:.3g} GB/s, latency {1e6 * link['latency_s']:.0f} µs"
-        yield f"{name}: {speed} over {link['num_ranks']} ranks"
-    if "fit" in measured:
-        fit = measured["fit"]
-        yield (
-            f"{content['flops_per_s'] / 1e12:.4g} TFLOP/s in the linear phase, γ {content['gamma']:.3f}, "
-            f"t0 {1e3 * fit['t0_s']:.2f} ms; R² {fit['r2']:.5f}"
-        )
-        yield (
-            f"held-out MAPE {100 * measured['held_out_mape']:.2f} %, worst {100 * measured['held_out_worst']:.2f} %, "
-            f"on {len(measured['held_out'])} packs of up to {measured['longest_tokens']:,} tokens; "
-            f"{measured['seconds']:.0f} s"
-        )
-
-
 def _draw_steps(workload: str, ranks: int | None, steps: int, seed: int) -> list[Lengths]:
     from knapformer.bench.simulate import drawn_from
 
     if Path(workload).is_file():
-        return [read_lengths(workload)]
+        lengths = read_lengths(workload)
+        if ranks not in (None, lengths.num_ranks):
+            raise ConfigurationError(f"{workload} has lengths of {lengths.num_ranks} ranks, --ranks is {ranks}")
+        return [lengths]
     draw = drawn_from(workload, ranks, seed)
     return [draw() for _ in range(steps)]
 
@@ -298,10 +154,10 @@ def _simulate_one(
     label: str,
     steps: list[Lengths],
     planners: str,
-    model: str,
-    hardware: str,
+    model: str | None,
+    hardware: str | None,
     cost: Path | None,
-    shard_size: int,
+    shard_size: int | None,
     cap: int | Literal["auto"] | None,
     seed: int,
 ) -> dict[str, Any]:
@@ -315,12 +171,16 @@ def _simulate_one(
     num_ranks = steps[0].num_ranks
     if not all(step.num_tokens for step in steps):
         raise ConfigurationError(f"{label}: a step without tokens cannot be compared")
-    specs = [PlannerSpec.parse(name) for name in planners.split(",") if name] or all_planners(num_ranks)
+    specs = [PlannerSpec.parse(name) for name in parse_names("--planners", planners)] or all_planners(num_ranks)
     if cost is not None:
+        if (model, hardware, shard_size) != (None, None, None):
+            raise ConfigurationError("--cost stands for --model, --hardware and --shard-size: leave them out")
         setting = setting_of(CostModel.read(cost), None, None, num_ranks=num_ranks)
         model = hardware = str(cost)
     else:
+        model, hardware = model or MODEL, hardware or DEVICE
         device, shape = find_hardware(hardware), model_shape(model)
+        shard_size = checked_shard_size(shard_size, num_ranks, device.cost(shape).machine.ranks_per_node)
         memory = MemoryModel.of_model(model, shape, shard_size=shard_size)
         setting = setting_of(device.cost(shape), device, memory, num_ranks=num_ranks)
     with progress_bar("simulating", len(steps) * len(specs)) as on_step:
@@ -346,38 +206,17 @@ def _sources(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {name: asdict(HARDWARE[name]) for name in {r["hardware"] for r in results} if name in HARDWARE}
 
 
-def parse_cap(text: str) -> int | Literal["auto"] | None:
-    """The value of ``--max-tokens-per-rank``."""
-    if text == "auto":
-        return "auto"
-    if text == "none":
-        return None
-    if not text.isdecimal():
-        raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text!r}")
-    if len(text) > MOST_CAP_DIGITS:
-        raise ConfigurationError(f"--max-tokens-per-rank must have at most {MOST_CAP_DIGITS} digits, got {text}")
-    return int(text)
+def checked_shard_size(given: int | None, num_ranks: int, ranks_per_node: int) -> int:
+    """The value of ``--shard-size``; without it as much of a node as divides the ranks.
+
+    Raises:
+        ConfigurationError: it does not divide the ranks.
+    """
+    shard = math.gcd(num_ranks, ranks_per_node) if given is None else given
+    if num_ranks % shard:
+        raise ConfigurationError(f"--shard-size must divide {num_ranks} ranks, got {shard}")
+    return shard
 
 
-def stamp() -> dict[str, Any]:
-    """When, by which command and version."""
-    from knapformer.version import __version__
-
-    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-    return {"created": created, "command": " ".join(["knapformer", *sys.argv[1:]]), "version": __version__}
-
-
-def write_json(file: Path, content: Any) -> None:
-    """Write a results file, and its folder."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
-
-
-@contextmanager
-def progress_bar(name: str, total: int | None) -> Iterator[Callable[[], None]]:
-    """A progress bar on stderr; call what it yields after each of ``total`` pieces of work, None where that is open."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
-        task = bars.add_task(name, total=total)
-        yield lambda: bars.advance(task)
+def _unless(value: str, default: str) -> str | None:
+    return None if value == default else value

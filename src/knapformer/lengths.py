@@ -151,4 +151,7 @@ def read_lengths(path: str | Path) -> Lengths:
     rows = content.get("lengths") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list | dict) for row in rows):
         raise ConfigurationError(f"{path}: expected {{\"lengths\": [[rank 0's lengths], [rank 1's], …]}}")
-    return Lengths.from_ranks(rows)
+    try:
+        return Lengths.from_ranks(rows)
+    except LengthsError as error:
+        raise LengthsError(f"{path}: {error}") from None

@@ -12,7 +12,7 @@ from knapformer.bench.advise import Advice
 def advice_table(advice: Advice) -> Table:
     """A row for each way to train; the advised planner is bold."""
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in ("way", "tokens/s", "gain over home", "single steps", "peak GB", "steps over memory"):
+    for name in ("way", "tokens/s", "gain over home", "single steps", "peak GB", "over memory"):
         table.add_column(name, justify="left" if name == "way" else "right", no_wrap=True)
     for name, way in advice.ways.items():
         if "error" in way:

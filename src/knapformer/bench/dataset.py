@@ -97,9 +97,9 @@ def _counts(path: Path, column: Any, name: str, *, minimum: int) -> IntArray:
     valid = np.isfinite(values) & (values == np.floor(values)) & (values >= minimum) & (values <= MAX_LENGTH_TOKENS)
     if not valid.all():
         row = int(np.flatnonzero(~valid)[0])
-        raise LengthsError(
-            f"{path}: row {row + 1}: {name} must be an integer of at least {minimum}, got {column.iloc[row]!r}"
-        )
+        value = column.iloc[row]
+        value = value.item() if isinstance(value, np.generic) else value
+        raise LengthsError(f"{path}: row {row + 1}: {name} must be an integer of at least {minimum}, got {value!r}")
     return values.astype(np.int64)
 
 

@@ -151,19 +151,10 @@ def _summary(
 
 
 def replay_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
-    """A row for each plan."""
+    """A row for each plan: seconds of the busiest rank, the ranks' discrepancy, both as predicted, and the errors."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("plan", no_wrap=True)
-    columns = (
-        "busiest rank s",
-        "predicted s",
-        "discrepancy",
-        "predicted",
-        "MAPE of ranks",
-        "worst",
-        "split",
-        "speed-up",
-    )
+    columns = ("busiest s", "predicted", "spread", "predicted", "MAPE", "worst", "split", "speed-up")
     for name in columns:
         table.add_column(name, justify="right")
     first = next(iter(results.values()))["measured_busiest_s"]

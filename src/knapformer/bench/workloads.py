@@ -33,6 +33,9 @@ GOLDEN = "wan-golden"
 """Zellige's example: three 10 s videos and 228 images, all 720p, on 4 ranks; dealt out in turn, videos first."""
 
 MAX_TEXT_TOKENS = 392
+MAX_SEQUENCES = 10_000_000
+"""Of a step; a name that means more is a mistake, and would fill the memory."""
+
 WAN_PATTERN, LOGNORMAL_PATTERN = "wan:RANKS:TOKENS:SHARE[:SECONDS]", "lognormal:RANKS:PER_RANK"
 _WAN = re.compile(r"wan:([1-9]\d*):([1-9]\d*):(0(?:\.\d*)?|\.\d+|1(?:\.0*)?)(?::([1-9]\d*))?")
 _LOGNORMAL = re.compile(r"lognormal:([1-9]\d*):([1-9]\d*)")
@@ -41,6 +44,7 @@ _ASPECT_MULTIPLIER = (0.96, 1.04)
 _WAN_SIZES = ((256, 256), (480, 832), (720, 1280), (1088, 1920))
 _WAN_VIDEO_WEIGHTS = (6, 3, 1)
 _WAN_FRAMES_PER_SECOND = 16
+_WAN_FEWEST_TOKENS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,17 +194,26 @@ def draw(name: str, rng: random.Random, num_ranks: int | None = None) -> Rows:
         return draw_opensora(name, 32 if num_ranks is None else num_ranks, rng)
     if name.startswith("wan:"):
         ranks, tokens, share, seconds = _match(_WAN, name, WAN_PATTERN)
+        _check_count(name, int(ranks) * max(1, int(tokens) // _WAN_FEWEST_TOKENS))
         rows = draw_wan(int(ranks), int(tokens), float(share), rng, seconds=int(seconds or 10))
     elif name.startswith("lognormal:"):
         ranks, per_rank = _match(_LOGNORMAL, name, LOGNORMAL_PATTERN)
+        _check_count(name, int(ranks) * int(per_rank))
         rows = draw_lognormal(int(ranks), int(per_rank), rng)
     elif name == GOLDEN:
         rows = golden_case()
     else:
-        return draw_codes(parse_codes(name), rng, num_ranks)
+        codes = parse_codes(name)
+        _check_count(name, sum(code.num_ranks * code.batch_size for code in codes))
+        return draw_codes(codes, rng, num_ranks)
     if num_ranks not in (None, len(rows)):
         raise ConfigurationError(f"workload {name!r} is for {len(rows)} ranks, got {num_ranks}")
     return rows
+
+
+def _check_count(name: str, num_sequences: int) -> None:
+    if num_sequences > MAX_SEQUENCES:
+        raise ConfigurationError(f"workload {name!r} would have {num_sequences:,} sequences, at most {MAX_SEQUENCES:,}")
 
 
 def workload(name: str, *, seed: int = 0, num_ranks: int | None = None) -> Rows:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from knapformer.planners import Evaluation
 
 BAR_WIDTH = 24
+GRID_LEGEND = (
+    "sequences: #id [tokens]{heads} or {heads@query rows} of a split one; n×length: n whole ones of that length"
+)
 _PARTS = (("rank_linear_s", "█", "green"), ("rank_attention_s", "▓", "blue"), ("rank_communication_s", "░", "red"))
 
 

@@ -1,0 +1,71 @@
+"""What the command's modules share: option types, results files and progress bars."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from knapformer.errors import ConfigurationError
+
+Out = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
+
+MOST_CAP_DIGITS = 12
+
+
+def parse_cap(text: str) -> int | Literal["auto"] | None:
+    """The value of ``--max-tokens-per-rank``."""
+    if text == "auto":
+        return "auto"
+    if text == "none":
+        return None
+    if not text.isdecimal():
+        raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text!r}")
+    if len(text) > MOST_CAP_DIGITS:
+        raise ConfigurationError(f"--max-tokens-per-rank must have at most {MOST_CAP_DIGITS} digits, got {text}")
+    return int(text)
+
+
+def parse_names(option: str, text: str) -> list[str]:
+    """The names that a value joins by commas; none for an empty value.
+
+    Raises:
+        ConfigurationError: a value of commas alone.
+    """
+    names = [name for name in text.split(",") if name]
+    if text and not names:
+        raise ConfigurationError(f"{option} must be names joined by commas, got {text!r}")
+    return names
+
+
+def stamp() -> dict[str, Any]:
+    """When, by which command and version."""
+    from knapformer.version import __version__
+
+    created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return {"created": created, "command": " ".join(["knapformer", *sys.argv[1:]]), "version": __version__}
+
+
+def write_json(file: Path, content: Any) -> None:
+    """Write a results file, and its folder."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+@contextmanager
+def progress_bar(name: str, total: int | None) -> Iterator[Callable[[], None]]:
+    """A progress bar on stderr; call what it yields after each of ``total`` pieces of work, None where that is open."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+        task = bars.add_task(name, total=total)
+        yield lambda: bars.advance(task)
