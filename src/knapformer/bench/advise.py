@@ -104,19 +104,12 @@ def advise(
     drawn = random_steps(tokens, **shape, rng=np.random.default_rng(seed))
     grouped = grouped_steps(tokens, **shape, rng=np.random.default_rng(seed))
 
-    ways: dict[str, dict[str, Any]] = {}
-    home: list[float] | None = None
-    for name, spec in _ways(num_ranks).items():
-        steps = grouped if name == "length-grouped" else drawn
-        try:
-            runs = [_run(lengths, spec, setting, memory, fits, on_step) for lengths in steps]
-        except CapacityError as error:
-            ways[name] = {"error": str(error)}
-            continue
-        rates = [rate for rate, _ in runs]
-        home = rates if home is None else home
-        base = _total(drawn, home)
-        ways[name] = _way(_total(steps, rates) / base, base, rates, home, [peak for _, peak in runs], memory_bytes)
+    def run(lengths: Lengths, spec: PlannerSpec) -> tuple[float, float]:
+        found = _run(lengths, spec, setting, memory, fits)
+        on_step()
+        return found
+
+    ways = _compare(drawn, grouped, run, memory_bytes)
     costs = setting.cost.work_s([longest]).sum() * setting.cost.num_layers * setting.cost.pass_factor
     return Advice(
         num_samples=len(tokens),
@@ -135,6 +128,29 @@ def advise(
     )
 
 
+def _compare(
+    drawn: Sequence[Lengths],
+    grouped: Sequence[Lengths],
+    run: Callable[[Lengths, PlannerSpec], tuple[float, float]],
+    memory_bytes: float,
+) -> dict[str, dict[str, Any]]:
+    """Each way by its name; gains are over home, which comes first and always runs."""
+    ways: dict[str, dict[str, Any]] = {}
+    home: list[float] | None = None
+    for name, spec in _ways(drawn[0].num_ranks).items():
+        steps = grouped if name == "length-grouped" else drawn
+        try:
+            runs = [run(lengths, spec) for lengths in steps]
+        except CapacityError as error:
+            ways[name] = {"error": str(error)}
+            continue
+        rates = [rate for rate, _ in runs]
+        home = rates if home is None else home
+        base = _total(drawn, home)
+        ways[name] = _way(_total(steps, rates) / base, base, rates, home, [peak for _, peak in runs], memory_bytes)
+    return ways
+
+
 def num_ways(num_ranks: int) -> int:
     """Ways that ``advise`` compares."""
     return len(_ways(num_ranks))
@@ -146,9 +162,7 @@ def _ways(num_ranks: int) -> dict[str, PlannerSpec]:
     return {"home": home, "length-grouped": home, "whole": whole, **{str(spec): spec for spec in rest}}
 
 
-def _run(
-    lengths: Lengths, spec: PlannerSpec, setting: Setting, memory: MemoryModel, cap: int, on_step: Callable[[], None]
-) -> tuple[float, float]:
+def _run(lengths: Lengths, spec: PlannerSpec, setting: Setting, memory: MemoryModel, cap: int) -> tuple[float, float]:
     """Tokens per second of a step, and the fullest rank's peak memory."""
     plan = make_plan(
         lengths,
@@ -160,7 +174,6 @@ def _run(
     timeline = simulate_step(
         plan, setting.cost, sharding=setting.sharding, exchange_latency_s=setting.exchange_latency_s
     )
-    on_step()
     return lengths.num_tokens / timeline.step_s, peak_memory_bytes(plan, memory)
 
 
