@@ -164,7 +164,7 @@ class MemoryModel:
     def exchange_elements(
         self, split_tokens: float, tile_units: float, head_width: int, *, has_whole: bool = True
     ) -> float:
-        """Elements that sharing sequences adds to the peak, as measured on 2 to 4 ranks (tests/gloo/test_exchange_memory.py).
+        """Elements that sharing sequences adds to the peak, as measured (tests/gloo/test_exchange_memory.py).
 
         Attention keeps q, k, v and output of its tiles for the backward pass, in every block or, recomputed, in one.
         Those of the rank's own tokens it need not keep, unless whole sequences lie in the same tensors. Packed and
