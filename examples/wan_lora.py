@@ -76,6 +76,4 @@ def train(pretrained: str | None = None, steps: int = 10) -> None:
 
 
 if __name__ == "__main__":
-    if "RANK" not in os.environ:
-        raise SystemExit(__doc__)
-    typer.run(train)
+    raise SystemExit(typer.run(train) if "RANK" in os.environ else __doc__)
