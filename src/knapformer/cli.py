@@ -190,7 +190,7 @@ def bench(
     codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = "",
     planners: Annotated[str, typer.Option(help="Joined by commas, as in home,bags:g2n1,moldable.")] = "",
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 24,
+    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 22,
     warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
     head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,

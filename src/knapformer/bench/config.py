@@ -11,8 +11,8 @@ from knapformer.bench.workloads import parse_codes
 from knapformer.errors import ConfigurationError
 from knapformer.topology import Topology, uniform_topologies
 
-DEMO_CODES = "g1b1i560f4s0,g1b8i128f1s0"
-"""One video of 4900 visual tokens, then eight images of 64: the video alone outweighs the mean of the two ranks."""
+DEMO_CODES = "g1b1i576f4s0,g1b8i128f1s0"
+"""One video of 5184 visual tokens, then eight images of 64: the video alone outweighs the mean of the two ranks."""
 
 DTYPES = ("float32", "float64", "bfloat16")
 CHECKPOINTS = ("none", "block", "attention")
@@ -85,7 +85,7 @@ class TrainConfig:
     head_width: int = 32
     num_double_blocks: int = 1
     num_single_blocks: int = 1
-    steps: int = 24
+    steps: int = 22
     warmup_steps: int = 2
     dtype: str = "float32"
     checkpoint: str = "none"
