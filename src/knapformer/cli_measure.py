@@ -88,19 +88,13 @@ def replay(
 ) -> None:
     """Run each rank's share of plans on this one device, one rank after another, and compare with the prediction."""
     from knapformer.bench.replay import replay_table
-    from knapformer.bench.replay_command import plan_workload, read_plans, replay_plans
+    from knapformer.bench.replay_command import plan_workload, read_cost_file, read_plans, replay_plans
 
     if bool(plans) == (workload is not None):
         raise ConfigurationError("give plan files or --workload, one of them")
     _check_budget(budget)
     runner = _runner(model, device, dtype, blocks, recompute)
-    content = None
-    if cost is not None:
-        CostModel.read(cost)  # a cost file; its measurements are no part of the model
-        content = json.loads(cost.read_text())
-        measured_model = content.get("measured", {}).get("model", model)
-        if measured_model != model:
-            raise ConfigurationError(f"{cost} was measured with model {measured_model!r}, --model is {model!r}")
+    content = None if cost is None else read_cost_file(cost, model, runner)
     with progress_bar("replaying", None) as on_rank:
         if plans:
             found, lengths = read_plans(plans), None

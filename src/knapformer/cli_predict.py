@@ -48,8 +48,8 @@ def simulate(
         raise ConfigurationError("give --preset or --workload, one of them")
     if preset is not None:
         others = {"ranks": ranks, "model": model, "hardware": hardware, "cost": cost, "shard-size": shard_size}
-        others |= {"planners": planners or None, "max-tokens-per-rank": _unless(max_tokens_per_rank, "auto")}
         given = [f"--{name}" for name, value in others.items() if value is not None]
+        given += ["--planners"] * bool(planners) + ["--max-tokens-per-rank"] * (max_tokens_per_rank != "auto")
         if given:
             raise ConfigurationError(f"a preset has its own {', '.join(given)}: leave out one or the other")
         found = comparisons(preset)
@@ -216,7 +216,3 @@ def checked_shard_size(given: int | None, num_ranks: int, ranks_per_node: int) -
     if num_ranks % shard:
         raise ConfigurationError(f"--shard-size must divide {num_ranks} ranks, got {shard}")
     return shard
-
-
-def _unless(value: str, default: str) -> str | None:
-    return None if value == default else value

@@ -49,10 +49,7 @@ def calibrate_to_cost_file(
         )
     measured = {
         **found.to_dict(),
-        "model": model,
-        "dtype": str(runner.dtype).removeprefix("torch."),
-        "recompute": runner.recompute,
-        "num_blocks": [runner.config.num_double_blocks, runner.config.num_single_blocks],
+        **runner.describe(model),
         "environment": environment(),
     }
     return {"schema": SCHEMA, **cost.to_dict(), "measured": measured}

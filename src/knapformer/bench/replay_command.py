@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -32,6 +33,21 @@ def read_plans(files: Sequence[Path]) -> dict[str, Plan]:
     if len(plans) < len(files):
         raise ConfigurationError(f"plan files need names of their own, got {', '.join(map(str, files))}")
     return plans
+
+
+def read_cost_file(file: Path, model: str, runner: ModelRunner) -> dict[str, Any]:
+    """The content of a cost file of ``calibrate``.
+
+    Raises:
+        ConfigurationError: it is none, or was measured with another stand-in than ``runner``.
+    """
+    CostModel.read(file)  # its measurements are no part of the model
+    content: dict[str, Any] = json.loads(file.read_text())
+    measured = content.get("measured", {})
+    for name, value in runner.describe(model).items():
+        if measured.get(name, value) != value:
+            raise ConfigurationError(f"{file} was measured with {name} {measured[name]}, this is {name} {value}")
+    return content
 
 
 def plan_workload(name: str, num_ranks: int | None, scale: int, seed: int) -> Lengths:

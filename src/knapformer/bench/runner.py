@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,15 @@ class ModelRunner:
         """The FLOPs of this stand-in, with its layers and passes."""
         size = torch.empty((), dtype=self.dtype).element_size()
         return cost_template(self.config, recompute=self.recompute, bytes_per_element=size, ranks_per_node=8)
+
+    def describe(self, model: str) -> dict[str, Any]:
+        """What times of this runner hold for: only another one of the same description can be compared with them."""
+        return {
+            "model": model,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "recompute": self.recompute,
+            "num_blocks": [self.config.num_double_blocks, self.config.num_single_blocks],
+        }
 
     def train(self, lengths: Sequence[int], attention: Attention | None = None) -> None:
         """Forward and backward over packed visual tokens; does not wait for the device.
