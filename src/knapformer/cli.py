@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from knapformer import cli_measure, cli_planners, cli_predict
+from knapformer.bench.config import DEMO_CODES, DEMO_HEAD_WIDTH, DEMO_HEADS, DEMO_STEPS
 from knapformer.cli_common import AsJson, Out, parse_cap, parse_names
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, KnapFormerError
@@ -187,13 +188,13 @@ def demo(
 
 @app.command()
 def bench(
-    codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = "",
+    codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = DEMO_CODES,
     planners: Annotated[str, typer.Option(help="Joined by commas, as in home,bags:g2n1,moldable.")] = "",
     ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = 22,
+    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = DEMO_STEPS,
     warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2,
-    heads: Annotated[int, typer.Option(help="Attention heads.")] = 7,
-    head_width: Annotated[int, typer.Option(help="Channels of a head.")] = 32,
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = DEMO_HEADS,
+    head_width: Annotated[int, typer.Option(help="Channels of a head.")] = DEMO_HEAD_WIDTH,
     double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1,
     single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 1,
     dtype: Annotated[str, typer.Option(help="float32, float64 or bfloat16.")] = "float32",
@@ -209,13 +210,13 @@ def bench(
     output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = BENCH_FILE,
 ) -> None:
     """The demo with everything settable; under torchrun it uses the ranks that it is given."""
-    from knapformer.bench.config import DEMO_CODES, PlannerSpec, TrainConfig, default_planners
+    from knapformer.bench.config import PlannerSpec, TrainConfig, default_planners
     from knapformer.bench.launch import default_num_ranks, given_num_ranks
 
     num_ranks = (given_num_ranks() or default_num_ranks()) if ranks is None else ranks
     chosen = [PlannerSpec.parse(name) for name in parse_names("--planners", planners)]
     config = TrainConfig(
-        codes=codes or DEMO_CODES,
+        codes=codes,
         planners=tuple(chosen) or default_planners(max(num_ranks, 1)),
         num_heads=heads,
         head_width=head_width,

@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from knapformer.bench.calibrate_model import NUM_FITTED, NUM_HELD_OUT, calibrate_model, find_longest, make_packs
+from knapformer.bench.config import DEMO_HEAD_WIDTH, DEMO_HEADS, TrainConfig, default_planners
 from knapformer.bench.replay import rank_share, replay
 from knapformer.bench.runner import ModelRunner, Stopwatch, seconds_of
+from knapformer.bench.trainee import make_config
 from knapformer.cli import main
 from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
@@ -135,13 +137,23 @@ def test_processor_time_is_counted() -> None:
     assert 0 < seconds_of(lambda: torch.ones(300, 300) @ torch.ones(300, 300), CPU) < 5
 
 
+def test_the_demos_stand_in_is_the_model_that_the_demo_trains(runner):
+    demo = TrainConfig(planners=default_planners(2))
+    assert runner.config == make_config(
+        num_heads=demo.num_heads,
+        head_width=demo.head_width,
+        num_double_blocks=demo.num_double_blocks,
+        num_single_blocks=demo.num_single_blocks,
+    )
+
+
 def test_commands_calibrate_then_replay_with_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cost_file, plan_file, result_file = (tmp_path / name for name in ("cost.json", "a.json", "r.json"))
     options = ["--longest", "512", "--repeats", "1", "--max-mape", "80", "--device", "cpu"]
     assert main(["calibrate", "-o", str(cost_file), *options]) == 0
     assert "held-out MAPE" in capsys.readouterr().out
     content = json.loads(cost_file.read_text())
-    assert CostModel.read(cost_file).hidden == 256
+    assert CostModel.read(cost_file).hidden == DEMO_HEADS * DEMO_HEAD_WIDTH
     assert len(content["measured"]["held_out"]) == NUM_HELD_OUT and content["measured"]["environment"]["torch"]
 
     (tmp_path / "l.json").write_text('{"lengths": [[300, 20], [20]]}')

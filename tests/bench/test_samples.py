@@ -58,19 +58,18 @@ def test_tokens_are_patches_of_the_photograph(album):
     assert tokens.shape == (6, PATCH_CHANNELS) and tokens.dtype == np.float32
     assert -1 <= tokens.min() < tokens.max() <= 1
     box = camera_path(album.photographs[0].size, spec)[0]
+    cells = tokens.reshape(3, 2, 4, 4, 3).transpose(0, 2, 1, 3, 4).reshape(12, 8, 3)
     picture = np.asarray(album.photographs[0].resize((32, 48), box=box, resample=2), np.float32) / 127.5 - 1
-    rebuilt = tokens.reshape(3, 2, 16, 16, 3).transpose(0, 2, 1, 3, 4).reshape(48, 32, 3)
-    assert np.array_equal(rebuilt, picture)
+    means = picture.reshape(12, 4, 8, 4, 3).mean((1, 3))
+    assert 3 * np.abs(cells - means).mean() < np.abs(cells - np.roll(means, 1, axis=1)).mean()
 
 
 def test_patches_come_in_frame_row_column_order():
-    frames = np.zeros((2, 32, 48, 3), np.float32)
+    frames = np.zeros((2, 8, 12, 3), np.float32)
     for frame in range(2):
         for row in range(2):
             for column in range(3):
-                frames[frame, 16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = (
-                    100 * frame + 10 * row + column
-                )
+                frames[frame, 4 * row : 4 * row + 4, 4 * column : 4 * column + 4] = 100 * frame + 10 * row + column
     assert patches(frames)[:, 0].tolist() == [0, 1, 2, 10, 11, 12, 100, 101, 102, 110, 111, 112]
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from knapformer.bench.config import DEMO_HEAD_WIDTH, DEMO_HEADS
 from knapformer.bench.trainee import cost_template, make_config
 from knapformer.cost import CostModel
 from knapformer.models import MMDiT, MMDiTConfig, StreamIndex, local_attention
@@ -59,7 +60,12 @@ class ModelRunner:
             ConfigurationError: an unknown model.
         """
         if name == DEMO:
-            config = make_config(num_heads=8, head_width=32, num_double_blocks=num_blocks, num_single_blocks=num_blocks)
+            config = make_config(
+                num_heads=DEMO_HEADS,
+                head_width=DEMO_HEAD_WIDTH,
+                num_double_blocks=num_blocks,
+                num_single_blocks=num_blocks,
+            )
         else:
             shape = model_shape(name)
             config = make_config(

@@ -1,6 +1,8 @@
 """Training samples for the demo: crops, pans and zooms of the photographs that scikit-image's wheel ships.
 
-A token is a 16×16-pixel patch of one frame: 768 numbers in [-1, 1]. Everything about a sample follows from its seed.
+A token is a 16×16-pixel patch of one frame. Its 48 channels are the colours of 4 × 4 cells of 4×4 pixels each, in
+[-1, 1]: few numbers for many pixels, like the latents that real models train on (64 channels in FLUX.1 and in Wan), so
+that routing weighs in proportion. Everything about a sample follows from its seed.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from knapformer.bench.histograms import Kind, draw_text_tokens
 from knapformer.bench.workloads import DataCode
 from knapformer.errors import ConfigurationError
 
-PATCH = 16
-PATCH_CHANNELS = PATCH * PATCH * 3
+CELLS = 4
+"""Cells of a patch from top to bottom, and from left to right."""
+
+PATCH_CHANNELS = CELLS * CELLS * 3
 
 PHOTOGRAPHS = (
     "astronaut.png",
@@ -119,10 +123,10 @@ class Album:
         return images
 
     def tokens(self, spec: SampleSpec) -> npt.NDArray[np.float32]:
-        """(frames · rows · columns, 768) patches in (frame, row, column) order, in [-1, 1]."""
+        """(frames · rows · columns, 48) patches in (frame, row, column) order, in [-1, 1]."""
         photograph = self.photographs[spec.photograph]
         boxes = camera_path(photograph.size, spec)
-        size = (spec.columns * PATCH, spec.rows * PATCH)
+        size = (spec.columns * CELLS, spec.rows * CELLS)
         frames = [np.asarray(photograph.resize(size, box=box, resample=2), np.float32) for box in boxes]
         return patches(np.stack(frames) / 127.5 - 1.0)
 
@@ -150,10 +154,10 @@ def camera_path(size: tuple[int, int], spec: SampleSpec) -> list[tuple[float, fl
 
 
 def patches(frames: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
-    """(F, 16 · rows, 16 · columns, 3) frames to (F · rows · columns, 768) patches."""
+    """(F, 4 · rows, 4 · columns, 3) cells to (F · rows · columns, 48) patches."""
     count, height, width, channels = frames.shape
-    blocks = frames.reshape(count, height // PATCH, PATCH, width // PATCH, PATCH, channels)
-    return np.ascontiguousarray(blocks.transpose(0, 1, 3, 2, 4, 5).reshape(-1, PATCH * PATCH * channels))
+    blocks = frames.reshape(count, height // CELLS, CELLS, width // CELLS, CELLS, channels)
+    return np.ascontiguousarray(blocks.transpose(0, 1, 3, 2, 4, 5).reshape(-1, CELLS * CELLS * channels))
 
 
 def position_ids(spec: SampleSpec) -> npt.NDArray[np.int64]:
@@ -170,7 +174,7 @@ def text_embeddings(spec: SampleSpec, channels: int) -> npt.NDArray[np.float32]:
 
 
 def noise(spec: SampleSpec) -> npt.NDArray[np.float32]:
-    """(visual tokens, 768) standard normal."""
+    """(visual tokens, 48) standard normal."""
     return np.random.default_rng([spec.seed, 2]).standard_normal((spec.visual_tokens, PATCH_CHANNELS), np.float32)
 
 

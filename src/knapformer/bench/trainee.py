@@ -35,7 +35,7 @@ class Batch:
     Attributes:
         text_lengths, visual_lengths: tokens of each sample.
         text: (T_text, text channels).
-        noisy, target: (T_visual, 768).
+        noisy, target: (T_visual, 48).
         position_ids: (T, 3) int64.
         t: (S,) diffusion times.
         photograph: (S,) int64.
