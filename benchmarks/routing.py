@@ -1,10 +1,10 @@
 """What routing costs on gloo ranks, beside a bare ``all_to_all_single`` of the same splits into a fresh output.
 
 Every rank holds ``--megabytes`` of rows of ``--width`` float32 numbers in ``--sequences`` sequences, each of which is
-split evenly over all ranks. In each repetition, one after another: the bare collective, the collective as the library
-issues it, the whole of ``Step.route`` with its copies, and its backward. The ranks keep memory that they free: whether
-glibc returns it to the system in between depends on what else was freed. Prints JSON: medians over the repetitions
-of the slowest rank's time, and their ratios to the bare collective.
+split evenly over all ranks. In each repetition, one after another: the bare collective, the library's sends and
+receives of the same bytes, the whole of ``Step.route`` with its copies, and its backward. The ranks keep memory that
+they free: whether glibc returns it to the system in between depends on what else was freed. Prints JSON: medians over
+the repetitions of the slowest rank's time, and their ratios to the bare collective.
 
     python benchmarks/routing.py --ranks 2 --megabytes 8
 """
@@ -31,9 +31,9 @@ from torch import Tensor
 
 from knapformer import Balancer, CostModel, __version__
 from knapformer.bench.heap import keep_freed_memory
-from knapformer.exchange import all_to_all
+from knapformer.exchange import send_and_receive
 
-TARGETS = {"collective": 1.25, "route": 2.0, "route_backward": 2.0}
+TARGETS = {"transfer": 1.25, "route": 2.0, "route_backward": 2.0}
 
 
 def main() -> None:
@@ -88,7 +88,7 @@ def measure(rank: int, settings: dict[str, Any], folder: str) -> None:
     kept: dict[str, Tensor] = {}
     jobs: dict[str, Callable[[], Any]] = {
         "bare": lambda: dist.all_to_all_single(torch.empty_like(received), sent, *splits),
-        "collective": lambda: all_to_all(torch.empty_like(received), sent, *splits, dist.group.WORLD).wait(),
+        "transfer": lambda: transfer(torch.empty_like(received), sent, *splits),
         "route": lambda: kept.update(y=step.route(x)),
         "route_backward": lambda: torch.autograd.grad(kept.pop("y"), x, gradient),
     }
@@ -106,6 +106,13 @@ def measure(rank: int, settings: dict[str, Any], folder: str) -> None:
         (Path(folder) / "times.json").write_text(json.dumps(times))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def transfer(received: Tensor, sent: Tensor, bytes_from: list[int], bytes_to: list[int]) -> None:
+    """As the library does it."""
+    assert dist.group.WORLD is not None
+    for work in send_and_receive(received, sent, bytes_from, bytes_to, dist.group.WORLD):
+        work.wait()
 
 
 def uneven(total: int, count: int) -> list[int]:

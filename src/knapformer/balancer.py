@@ -44,7 +44,8 @@ class Balancer:
         planner: name of a planner, or a function from ``Lengths`` to ``Plan`` that gives the same on every rank.
         topology: bags such as ``"g1n2+g2n1"``. Where the group is a multiple of the bags' total, consecutive ranks
             form independent balancing groups.
-        group: ranks that exchange tokens; by default the default group. They need not be the ranks of FSDP.
+        group: ranks that exchange tokens; by default those of the default group, on CUDA over a communicator of their
+            own. They need not be the ranks of FSDP. A group that is given is used as it is: best not one of FSDP's.
         max_tokens_per_rank: cap on the tokens that a rank holds; see ``knapformer.make_plan``.
         num_kv_heads: key and value heads, where they are fewer than ``cost.num_heads``.
         kernel: attention kernel; see ``knapformer.kernels.varlen_attention``.
@@ -214,7 +215,8 @@ class Step:
     """One planned step on one rank; ``Balancer.prepare`` makes it.
 
     Local tokens are packed rows: whole sequences first, then parts of split ones, each by id; inside a sequence by
-    position. All exchanges are collectives over the balancing group: every rank calls the same ones in the same order.
+    position. Every rank of the balancing group calls the same exchanges in the same order; in each it waits only for
+    ranks that have something for it.
 
     Attributes:
         plan: the plan, identical on every rank.

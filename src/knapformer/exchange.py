@@ -1,12 +1,15 @@
 """The one token all-to-all, with autograd: routing, conditioning and attention all go through it.
 
+It consists of sends and receives between those pairs of ranks that have something for one another. PyTorch's
+``all_to_all_single`` makes every rank wait for every other: on gloo by design, on NCCL because it sends empty parts.
+
 An exchange is launched by ``start`` and ends in ``finish``, so that other work can run in between; ``exchange`` does
 both. Rows travel as bytes of their own dtype: nothing is promoted, and exactly the rows that change rank are moved.
 
 In backward, gradients take the reversed exchange, also launched at one point and awaited at another. Non-reentrant
 checkpointing recomputes a region from the first saved tensor that is unpacked until the last one that was saved; a rank
-without heads would start and stop elsewhere than the others, and their collectives would not match. Therefore each
-exchange saves an empty tensor after its collective and unpacks it before its backward collective.
+without heads would start and stop elsewhere than the others, and sends would meet other receives. Therefore each
+exchange saves an empty tensor after its end and unpacks it before its backward exchange.
 """
 
 from __future__ import annotations
@@ -32,15 +35,15 @@ class Meter:
     Attributes:
         seconds: wall time in launching, waiting, packing and unpacking; on CUDA this is time of the host.
         bytes_sent: bytes that left this rank, forward and backward.
-        num_collectives: all-to-alls.
+        num_exchanges: those in which some rank sent something.
     """
 
     seconds: float = 0.0
     bytes_sent: int = 0
-    num_collectives: int = 0
+    num_exchanges: int = 0
 
     def clear(self) -> None:
-        self.seconds, self.bytes_sent, self.num_collectives = 0.0, 0, 0
+        self.seconds, self.bytes_sent, self.num_exchanges = 0.0, 0, 0
 
 
 class Scratch:
@@ -99,10 +102,10 @@ class Pending:
 
 
 def exchange(tensors: Sequence[Tensor], routes: Sequence[Route], channel: Channel) -> tuple[Tensor, ...]:
-    """Exchange tensors of one dtype, each by its own route, in one collective.
+    """Exchange tensors of one dtype, each by its own route, at once.
 
     Every rank of ``channel.group`` calls it, with as many tensors of the same dtypes and widths, and the same of them
-    requiring gradients. Unless the routes are local, forward and backward issue one all-to-all each.
+    requiring gradients. It waits only for ranks that send this one something, or receive from it.
 
     Args:
         tensors: each (units, width).
@@ -178,7 +181,7 @@ class _Finish(Function):
 
 @dataclass(slots=True, eq=False)
 class _Flight:
-    """Outputs, buffers and handle of one collective; what lies in one piece goes from and to the tensors themselves."""
+    """Outputs, buffers and handles of one exchange; what lies in one piece goes from and to the tensors themselves."""
 
     tensors: Sequence[Tensor]
     routes: Sequence[Route]
@@ -186,11 +189,11 @@ class _Flight:
     outputs: list[Tensor]
     buffers: list[Tensor] = field(default_factory=list)
     received: Tensor | None = None
-    work: dist.Work | None = None
+    works: list[dist.Work] | None = None
 
     @classmethod
     def launch(cls, tensors: Sequence[Tensor], routes: Sequence[Route], channel: Channel) -> _Flight:
-        """Every rank of the group calls it: one all-to-all, unless no rank sends anything."""
+        """Every rank of the group calls it. Nothing is sent where the routes are local."""
         began = time.perf_counter()
         flight = cls(tensors, routes, channel, [_new_output(x, r) for x, r in zip(tensors, routes, strict=True)])
         if channel.group is not None and not all(route.is_local for route in routes):
@@ -214,11 +217,11 @@ class _Flight:
         if received is None:
             received = self._buffer(sum(bytes_from))
             self.received = received.view(self.tensors[0].dtype)
-        self.work = all_to_all(received, sent, bytes_from, bytes_to, group)
+        self.works = send_and_receive(received, sent, bytes_from, bytes_to, group)
         meter = self.channel.meter
         if meter is not None:
             meter.bytes_sent += sum(bytes_to)
-            meter.num_collectives += 1
+            meter.num_exchanges += 1
 
     def _in_place(self) -> tuple[Tensor | None, Tensor | None]:
         """What can be sent from the only tensor, and received into the only output, without a copy."""
@@ -235,8 +238,9 @@ class _Flight:
     def land(self) -> tuple[Tensor, ...]:
         """Wait, and unpack; sums are made in order of rank, in float32 at least."""
         began = time.perf_counter()
-        if self.work is not None:
-            self.work.wait()
+        if self.works is not None:
+            for work in self.works:
+                work.wait()
             if self.received is not None:
                 _unpack(self, self.received)
             for buffer in self.buffers:
@@ -249,21 +253,32 @@ class _Flight:
         return tuple(out.to(x.dtype) for x, out in zip(self.tensors, self.outputs, strict=True))
 
     def _count(self, began: float) -> None:
-        if self.channel.meter is not None and self.work is not None:
+        if self.channel.meter is not None and self.works is not None:
             self.channel.meter.seconds += time.perf_counter() - began
 
 
-def all_to_all(
-    received: Tensor, sent: Tensor, bytes_from: list[int], bytes_to: list[int], group: dist.ProcessGroup
-) -> dist.Work:
-    """Launch the collective; every rank of ``group`` calls it.
+def send_and_receive(
+    received: Tensor, sent: Tensor, bytes_from: Sequence[int], bytes_to: Sequence[int], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Launch an exchange; every rank of ``group`` calls it, in the same order as its other exchanges.
+
+    NCCL must have run a collective of the whole group before: see ``knapformer.groups``.
 
     Args:
-        received, sent: flat uint8; they must be left alone until the work is done.
-        bytes_from, bytes_to: (N,) bytes that come from each rank, and that go to it.
+        received, sent: flat uint8; they must be left alone until the works are done.
+        bytes_from, bytes_to: (N,) bytes that come from each rank, and that go to it; none for this rank itself.
     """
-    work: dist.Work = dist.all_to_all_single(received, sent, bytes_from, bytes_to, group=group, async_op=True)
-    return work
+    operations = []
+    for rank, (put, take) in enumerate(zip(received.split(list(bytes_from)), sent.split(list(bytes_to)), strict=True)):
+        if not put.numel() and not take.numel():
+            continue
+        peer = dist.get_global_rank(group, rank)
+        if take.numel():
+            operations.append(dist.P2POp(dist.isend, take, peer, group))
+        if put.numel():
+            operations.append(dist.P2POp(dist.irecv, put, peer, group))
+    works: list[dist.Work] = dist.batch_isend_irecv(operations) if operations else []
+    return works
 
 
 def _pack(tensors: Sequence[Tensor], routes: Sequence[Route], flat: Tensor) -> None:

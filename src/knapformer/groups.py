@@ -35,7 +35,7 @@ class BalancingGroup:
     """The ranks that plan together.
 
     Attributes:
-        data: process group that tokens travel over; None for a single rank without torch.distributed.
+        data: process group that tokens travel over, connected; None for a single rank without torch.distributed.
         control: gloo group of the same ranks for lengths and digests.
         rank: this rank in the group.
         size: ranks of the group.
@@ -85,13 +85,26 @@ class BalancingGroup:
         except ConfigurationError as wrong_size:
             size, error = 0, error or wrong_size
         _agree(self, {"ranks_in_a_balancing_group": size}, [], error)
-        if size == self.size:
-            return self
         assert self.data is not None
+        if size == self.size:
+            return replace(self, data=self._connected())
         offset = self.rank // size * size
         parts = [range(first, first + size) for first in range(0, self.size, size)]
         data, control = subgroup(self.data, parts), subgroup(self.data, parts, "gloo")
         return replace(self, data=data, control=control, rank=self.rank - offset, size=size, offset=offset)
+
+    def _connected(self) -> dist.ProcessGroup | None:
+        """The data group of all ranks, ready for sends and receives between any of them. Every rank of it calls this.
+
+        NCCL runs what one communicator is given one after another, and FSDP uses the default group's; exchanges that
+        may overlap with it need a communicator of their own. A group that the user gave is taken as it is.
+        """
+        if self.device.type == "cpu" or self.data is None:
+            return self.data
+        if self.data is dist.group.WORLD:
+            return subgroup(self.data, [range(self.size)])
+        _connect(self.data)
+        return self.data
 
 
 def subgroup(group: dist.ProcessGroup, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
@@ -108,10 +121,18 @@ def subgroup(group: dist.ProcessGroup, parts: Sequence[Sequence[int]], backend: 
     own = next(i for i, part in enumerate(parts) if dist.get_rank(group) in part)
     members = [[dist.get_global_rank(group, rank) for rank in part] for part in parts]
     if group is dist.group.WORLD:
-        made: list[dist.ProcessGroup] = [dist.new_group(ranks, backend=backend) for ranks in members]
-        return made[own]
-    made_here: dist.ProcessGroup = dist.new_group(members[own], backend=backend, use_local_synchronization=True)
-    return made_here
+        made: dist.ProcessGroup = [dist.new_group(ranks, backend=backend) for ranks in members][own]
+    else:
+        made = dist.new_group(members[own], backend=backend, use_local_synchronization=True)
+    if dist.get_backend(made) != "gloo":
+        _connect(made)
+    return made
+
+
+def _connect(group: dist.ProcessGroup) -> None:
+    """One collective of the whole group, without which NCCL allows no sends between some of its ranks. Every rank of
+    the group calls it."""
+    dist.all_reduce(torch.zeros(1, device=torch.accelerator.current_accelerator()), group=group)
 
 
 def _check_multiple(world_size: int, size: int | None) -> int:

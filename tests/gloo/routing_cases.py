@@ -166,7 +166,7 @@ def spoil(wrong: str):
 
 
 def check_together(rank: int, world_size: int, seeds: Sequence[int]) -> list[str]:
-    """Several tensors in one call: one collective per dtype, and none where nothing moves."""
+    """Several tensors in one call: one exchange per dtype, and none where nothing moves."""
     balancer, faults = make_balancer(), []
     meter = balancer.channel.meter
     for ranks in steps(world_size, seeds):
@@ -177,8 +177,8 @@ def check_together(rank: int, world_size: int, seeds: Sequence[int]) -> list[str
         meter.clear()
         routed = step.route(*mine)
         moves = any(rows_leaving(step.plan, step.lengths, r) for r in range(world_size))
-        if meter.num_collectives != (2 if moves else 0):
-            faults.append(f"{ranks}: {meter.num_collectives} collectives")
+        if meter.num_exchanges != (2 if moves else 0):
+            faults.append(f"{ranks}: {meter.num_exchanges} exchanges")
         if not all(same(y, direct(x, step.plan, step.lengths, rank)) for x, y in zip(everything, routed, strict=True)):
             faults.append(f"{ranks}: wrong rows")
         index = [n for n, (i, a, b) in enumerate(merged(packed(step.plan, rank))) for _ in range(b - a)]

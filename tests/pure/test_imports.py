@@ -99,6 +99,9 @@ COLLECTIVES = {
     "barrier",
     "all_gather_object",
     "new_group",
+    "isend",
+    "irecv",
+    "batch_isend_irecv",
 }
 
 

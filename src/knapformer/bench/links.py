@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from knapformer.errors import ConfigurationError
-from knapformer.exchange import all_to_all
+from knapformer.exchange import send_and_receive
 from knapformer.groups import BalancingGroup, gather_values, subgroup, wait_for_all
 
 SMALL_BYTES, LARGE_BYTES = 1_024, 16_000_000
@@ -62,13 +63,15 @@ def _measure(group: BalancingGroup, groups: list[list[int]]) -> Link:
     own, size = subgroup(group.data, groups), len(groups[0])
     times = {}
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
-        sent = torch.ones(num_bytes // size * size, dtype=torch.uint8, device=group.device)
-        received, splits = torch.empty_like(sent), [num_bytes // size] * size
+        splits = [0 if rank == dist.get_rank(own) else num_bytes // size for rank in range(size)]
+        sent = torch.ones(sum(splits), dtype=torch.uint8, device=group.device)
+        received = torch.empty_like(sent)
         seconds = []
         for _ in range(PROBES):
             wait_for_all(group)
             began = time.perf_counter()
-            all_to_all(received, sent, splits, splits, own).wait()
+            for work in send_and_receive(received, sent, splits, splits, own):
+                work.wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
