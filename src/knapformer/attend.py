@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from knapformer.attention_schedule import AttentionSchedule
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.exchange import Channel, exchange, finish, start
 from knapformer.kernels import Offsets, varlen_attention
@@ -142,4 +143,4 @@ def _key_rows(schedule: AttentionSchedule, device: torch.device) -> Tensor | Non
         return None
     starts, lengths = np.cumsum(schedule.key_lengths) - schedule.key_lengths, schedule.key_lengths[entries]
     shift = starts[entries] - (np.cumsum(lengths) - lengths)
-    return torch.from_numpy(np.arange(lengths.sum()) + np.repeat(shift, lengths)).to(device)
+    return to_device(np.arange(lengths.sum()) + np.repeat(shift, lengths), device)

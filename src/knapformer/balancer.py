@@ -16,6 +16,7 @@ from torch import Tensor
 from knapformer.attend import BalancedAttention, as_one_dtype
 from knapformer.attention_schedule import attention_schedule
 from knapformer.cost import CostModel
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError, PlanError
 from knapformer.exchange import Channel, Meter, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
@@ -230,6 +231,7 @@ class Step:
         self._tokens = RankTokens.of(plan, self.rank)
         self._routes: dict[Any, Route] = {}
         self._attentions: dict[Any, BalancedAttention] = {}
+        self._device = balancer.group.device
 
     @property
     def num_ranks(self) -> int:
@@ -253,13 +255,19 @@ class Step:
 
     @cached_property
     def sequence_index(self) -> Tensor:
-        """(T,) int64: for each packed row, the row of ``route_conditioning``'s result that is its sequence's."""
+        """(T,) int64: for each packed row, the row of ``route_conditioning``'s result that is its sequence's.
+
+        On the device of the tensors that were routed.
+        """
         index = np.repeat(np.arange(len(self.sequence_ids)), self.local_lengths)
-        return torch.from_numpy(index).to(self._balancer.group.device, non_blocking=True)
+        return to_device(index, self._device)
 
     @cached_property
     def streams(self) -> StreamIndex:
-        """Which packed rows are text and which are visual, for lengths with streams of these names."""
+        """Which packed rows are text and which are visual, for lengths with streams of these names.
+
+        On the device of the tensors that were routed.
+        """
         kinds = {"text": TEXT, "visual": VISUAL}
         names = [name for name, _ in self.lengths.streams]
         if not set(names) <= set(kinds) or not names:
@@ -271,7 +279,7 @@ class Step:
             counts.append(np.maximum(end - start, 0))
         pattern = np.tile([kinds[name] for name in names], len(tokens.sequence))
         ids = np.repeat(pattern, np.stack(counts, axis=1).ravel())
-        return StreamIndex.from_stream_ids(ids, device=self._balancer.group.device)
+        return StreamIndex.from_stream_ids(ids, device=self._device)
 
     @cached_property
     def evaluation(self) -> Evaluation:
@@ -354,6 +362,7 @@ class Step:
     def _exchange(self, tensors: Sequence[Tensor], kind: tuple[str, str | None], *, reverse: bool) -> Any:
         if not tensors:
             raise ConfigurationError("expected at least one tensor")
+        self._device = tensors[0].device
         outputs: list[Tensor | None] = [None] * len(tensors)
         for dtype in dict.fromkeys(x.dtype for x in tensors):
             chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]

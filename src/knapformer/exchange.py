@@ -287,7 +287,8 @@ def _pack(tensors: Sequence[Tensor], routes: Sequence[Route], flat: Tensor) -> N
         routes[0].send.take(tensors[0], flat.view(routes[0].send.count, tensors[0].shape[1]))
         return
     for _, i, units, part in _parts(flat, [r.send.split(r.send_counts) for r in routes], tensors):
-        units.take(tensors[i], part)
+        if units.count:
+            units.take(tensors[i], part)
 
 
 def _unpack(flight: _Flight, flat: Tensor) -> None:
@@ -297,12 +298,10 @@ def _unpack(flight: _Flight, flat: Tensor) -> None:
         routes[0].receive.put(flat.view(routes[0].receive.count, outputs[0].shape[1]), outputs[0])
         return
     for rank, i, units, part in _parts(flat, [r.receive.split(r.receive_counts) for r in routes], outputs):
-        if not routes[i].adds_up:
-            units.put(part, outputs[i])
-        else:
-            if rank == flight.channel.rank:
-                _add_kept(flight.tensors[i], outputs[i], routes[i])
-            units.add(part, outputs[i])
+        if routes[i].adds_up and rank == flight.channel.rank:
+            _add_kept(flight.tensors[i], outputs[i], routes[i])
+        elif units.count:
+            (units.add if routes[i].adds_up else units.put)(part, outputs[i])
 
 
 def _add_kept(x: Tensor, out: Tensor, route: Route) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
@@ -12,11 +13,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError
 
 Kernel = Callable[..., Tensor]
 
 HALF_DTYPES = (torch.float16, torch.bfloat16)
+MAX_FLASH_WIDTH = 256
 
 
 class Offsets(Sequence[int]):
@@ -32,7 +35,7 @@ class Offsets(Sequence[int]):
 
     def __init__(self, cu: Sequence[int], device: torch.device) -> None:
         self.host = [int(start) for start in cu]
-        self.device = torch.tensor(self.host, dtype=torch.int32).to(device, non_blocking=True)
+        self.device = to_device(torch.tensor(self.host, dtype=torch.int32), device)
         self.longest = max((b - a for a, b in pairwise(self.host)), default=0)
 
     def __len__(self) -> int:
@@ -70,8 +73,8 @@ def varlen_attention(
     Raises:
         ConfigurationError: an unknown kernel, or one that cannot run here.
     """
-    if q.shape[0] == 0:
-        return q + _nothing(q, k, v)
+    if q.shape[0] == 0 or k.shape[0] == 0:
+        return torch.zeros_like(q) + _nothing(q, k, v)
     if kernel == "auto":
         kernel = choose_kernel(q)
     if kernel not in KERNELS:
@@ -82,11 +85,28 @@ def varlen_attention(
 
 def choose_kernel(q: Tensor) -> str:
     """What ``"auto"`` means for such a tensor."""
-    if q.device.type != "cuda" or q.dtype not in HALF_DTYPES:
+    if q.device.type != "cuda" or q.dtype not in HALF_DTYPES or not _has_flash_shape(q):
         return "sdpa"
-    if importlib.util.find_spec("flash_attn") is not None:
+    if _flash_attention() is not None:
         return "flash"
     return "varlen" if _has_torch_varlen() else "sdpa"
+
+
+def _has_flash_shape(q: Tensor) -> bool:
+    """What FlashAttention's kernels, torch's too, ask of head width and GPU."""
+    width = q.shape[-1]
+    return width % 8 == 0 and width <= MAX_FLASH_WIDTH and torch.cuda.get_device_capability(q.device) >= (8, 0)
+
+
+@functools.cache
+def _flash_attention() -> Callable[..., Any] | None:
+    """flash-attn's function; None where the package is missing, of another generation, or built for another torch."""
+    try:
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+    except Exception:  # a broken build raises whatever its loader does
+        return None
+    found: Callable[..., Any] = flash_attn_varlen_func
+    return found
 
 
 def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -94,6 +114,7 @@ def _nothing(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return q[:0].sum() + k[:0].sum() + v[:0].sum()
 
 
+@functools.cache
 def _has_torch_varlen() -> bool:
     """The module came with torch 2.10, the options that are needed here later."""
     if importlib.util.find_spec("torch.nn.attention.varlen") is None:
@@ -133,9 +154,10 @@ def _sdpa(
 def _flash(
     q: Tensor, k: Tensor, v: Tensor, cu_q: Offsets, cu_k: Offsets, *, scale: float | None, causal: bool
 ) -> Tensor:
-    from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
-
-    out: Tensor = flash_attn_varlen_func(
+    flash = _flash_attention()
+    if flash is None:
+        raise ConfigurationError("the kernel 'flash' needs the package flash-attn, which cannot be imported here")
+    out: Tensor = flash(
         q, k, v, cu_q.device, cu_k.device, cu_q.longest, cu_k.longest, softmax_scale=scale, causal=causal
     )
     return out

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
 
 Reduction = Literal["rank_mean", "token_mean", "sample_mean"]
@@ -106,7 +107,7 @@ def _token_weights(lengths: Sequence[int], like: Tensor) -> Tensor:
         raise LengthsError(f"the lengths sum to {sum(lengths)} tokens, got {like.shape[0]} losses")
     counts = torch.tensor(lengths, dtype=torch.int64)
     weights = torch.repeat_interleave(1.0 / counts.clamp(min=1).to(torch.float64), counts)
-    return weights.to(like.dtype).to(like.device, non_blocking=True)
+    return to_device(weights.to(like.dtype), like.device)
 
 
 def _count(name: str, value: int | None, reduction: str, *, minimum: int) -> int:

@@ -59,7 +59,7 @@ def shard(
     block_policy = replace(policy, output_dtype=None)
     for block in blocks:
         fully_shard(block, mesh=mesh, mp_policy=block_policy, reshard_after_forward=reshard_after_forward)
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard_after_forward)
+    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # backward begins with the root
     return model
 
 

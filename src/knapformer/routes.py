@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knapformer.devices import to_device
 from knapformer.schedule import Blocks, Exchange, starts_of
 
 MIN_RUN_UNITS = 32
@@ -167,9 +168,7 @@ def expand(blocks: Blocks, device: torch.device) -> Tensor:
     if device.type == "cpu":
         step = stride[0] if len(stride) and (stride == stride[0]).all() else np.repeat(stride, counts)
         return torch.from_numpy(np.repeat(base, counts) + np.arange(blocks.num_units) * step)
-    return expand_there(
-        torch.from_numpy(np.stack([base, stride, counts])).to(device, non_blocking=True), blocks.num_units
-    )
+    return expand_there(to_device(np.stack([base, stride, counts]), device), blocks.num_units)
 
 
 def expand_there(table: Tensor, num_units: int) -> Tensor:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
 
 TEXT, VISUAL = 0, 1
@@ -52,7 +53,7 @@ class StreamIndex(NamedTuple):
         text, visual = np.flatnonzero(~is_visual), np.flatnonzero(is_visual)
         packed = np.empty(len(ids), np.int64)
         packed[np.concatenate([text, visual])] = np.arange(len(ids))
-        return cls(*(torch.from_numpy(rows.astype(np.int64)).to(device or "cpu") for rows in (text, visual, packed)))
+        return cls(*(to_device(rows.astype(np.int64), device or "cpu") for rows in (text, visual, packed)))
 
     @classmethod
     def from_lengths(

@@ -131,6 +131,12 @@ BAD_INPUTS = [
     ("flux", {"encoder_hidden_states": [torch.zeros(3, 10)]}, LengthsError, "lists 1 samples, hidden_states 6"),
     ("flux", {"timestep": torch.zeros(5)}, LengthsError, "timestep: expected one value for each of 6 samples"),
     ("flux", {"img_ids": [torch.full((16, 3), 0.5)] * 6}, ConfigurationError, "must be whole numbers"),
+    (
+        "flux",
+        {"img_ids": [torch.full((16, 3), 260.0, dtype=torch.bfloat16)] * 6},
+        ConfigurationError,
+        "must be integers, or stay below 256 in torch.bfloat16, which rounds them; got 260",
+    ),
     ("wan", {"hidden_states": [torch.zeros(4, 1, 3, 4)] * 6}, LengthsError, "are no multiples of the patch"),
     ("wan", {"timestep": [torch.zeros(5)] * 6}, LengthsError, r"timestep\[0\]: expected one, or one for each of 1"),
     ("qwen-image", {"img_shapes": [[(1, 2, 2)]] * 6}, LengthsError, r"img_shapes\[0\] .* are not the 16 tokens"),

@@ -84,6 +84,15 @@ def test_ten_steps_in_float64_have_the_same_loss_curve_on_three_ranks():
     check_equal_curves(results(3, config("home bags:g1n1+g2n1 bags:g3n1", **settings))[0])
 
 
+def test_bfloat16_computes_in_it_and_keeps_the_objective_in_float32():
+    narrow, wide = results(2, config("home moldable", steps=6, dtype="bfloat16"), config("home", steps=6))
+    assert narrow["summary"]["moldable"]["loss_difference"] < 2e-2
+    curves = [loss_curve(content["planners"]["home"]) for content in (narrow, wide)]
+    assert curves[0][0] == curves[1][0], "the model begins with 0, so this is the mean square of unrounded targets"
+    assert 1e-7 < abs(curves[0][-1] - curves[1][-1]) / curves[1][-1] < 2e-2
+    assert sum(map(sum, narrow["planners"]["moldable"]["bytes_sent"])) > 0
+
+
 def test_bench_command(tmp_path, capsys):
     """Calibrates, trains, and leaves a results file, a page and a table."""
     file = tmp_path / "runs" / "bench.json"

@@ -17,6 +17,7 @@ from model_cases import alone, error, mmdit, pack, samples
 from torch import Tensor
 
 from knapformer import Balancer, CostModel
+from knapformer.balancer import Step
 from knapformer.kernels import HALF_DTYPES, choose_kernel, varlen_attention
 from knapformer.parallel import checkpoint
 
@@ -40,12 +41,17 @@ def check_routing(rank: int, world_size: int) -> list[str]:
     return faults
 
 
-def balanced(model: Any, mine: list[Any], num_heads: int) -> Tensor:
-    """(visual rows at home, 5), on the GPU."""
+def prepared(mine: list[Any], num_heads: int) -> tuple[Step, list[Tensor]]:
+    """A step, and visual rows, text rows, position ids and conditioning at home, on the GPU."""
     balancer = Balancer(CostModel(hidden=8 * num_heads, num_heads=num_heads), planner=cases.planned)
     visual, text, position_ids, conditioning = (x.cuda() for x in pack(mine)[:4])
     visual, text, conditioning = (x if x.requires_grad else x.requires_grad_() for x in (visual, text, conditioning))
     step = balancer.prepare({"text": [len(s.text) for s in mine], "visual": [len(s.visual) for s in mine]})
+    return step, [visual, text, position_ids, conditioning]
+
+
+def forward(model: Any, step: Step, visual: Tensor, text: Tensor, position_ids: Tensor, conditioning: Tensor) -> Tensor:
+    """(visual rows at home, 5)."""
     position_ids, conditioning = step.route(position_ids), step.route_conditioning(conditioning)
     text, visual = step.route(text, stream="text"), step.route(visual, stream="visual")
     y = model(visual, text, position_ids, conditioning, step.sequence_index, step.streams, attention=step.attention)
@@ -62,7 +68,8 @@ def check_gradients(rank: int, world_size: int) -> dict[str, float]:
         model = mmdit(5).cuda()
         if what:
             checkpoint(model, what=what)
-        output = balanced(model, mine, 5)
+        step, tensors = prepared(mine, 5)
+        output = forward(model, step, *tensors)
         (output.cpu() * torch.cat([output.new_zeros(0, 5).cpu(), *(s.weight for s in mine)])).sum().backward()
         errors[f"{seed} {what} output"] = error(output.cpu(), expected) if mine else 0.0
         leaves = [x for s in mine for x in s.leaves]
@@ -80,13 +87,40 @@ def test_gradients():
         assert max(own.values()) < 1e-10, own
 
 
-@pytest.mark.parametrize(("dtype", "causal", "num_kv_heads"), [*product(HALF_DTYPES, (False, True), (4, 2))])
-def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads):
+def check_the_host_waits_for_nothing(rank: int, _world: int) -> None:
+    """A step from routing to its backward. Only ``prepare`` may wait, and it waits for the CPU alone."""
+    mine = samples([3, 0, 5, 2], [9, 30, 1, 17], seed=rank)
+    model = mmdit(4).cuda()
+    for debug_mode in ("default", "error"):  # the first time kernels are built and streams are made
+        torch.cuda.set_sync_debug_mode(debug_mode)
+        try:
+            step, tensors = prepared(mine, 4)
+            forward(model, step, *tensors).square().sum().backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_host_waits_for_nothing():
+    run_ranks(check_the_host_waits_for_nothing, NUM_RANKS, backend="nccl")
+
+
+def test_one_gpu_without_torch_distributed():
+    mine = samples([3, 2], [9, 17], seed=0)
+    step, tensors = prepared(mine, 4)
+    forward(mmdit(4).cuda(), step, *tensors).square().sum().backward()
+    assert step.sequence_index.device.type == step.streams.packed.device.type == "cuda"
+
+
+CASES = [*product(HALF_DTYPES, (False, True), (4, 2), (64,)), *product(HALF_DTYPES, (False,), (2,), (20, 256, 264))]
+
+
+@pytest.mark.parametrize(("dtype", "causal", "num_kv_heads", "width"), CASES)
+def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads, width):
     lengths = [0, 1, 77, 256, 3]
     cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
-        torch.randn(cu[-1], h, 64, generator=generator, device="cuda", dtype=dtype, requires_grad=True)
+        torch.randn(cu[-1], h, width, generator=generator, device="cuda", dtype=dtype, requires_grad=True)
         for h in (4, num_kv_heads, num_kv_heads)
     )
     results = []

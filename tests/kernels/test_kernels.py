@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from itertools import accumulate, pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from knapformer import kernels
 from knapformer.errors import ConfigurationError
 from knapformer.kernels import KERNELS, Offsets, choose_kernel, varlen_attention
 
@@ -78,6 +82,44 @@ def test_unknown_kernel():
     q, k, v = inputs(([1], [1]), 1, 1)
     with pytest.raises(ConfigurationError, match="unknown attention kernel 'fast'; known: auto, sdpa, flash, varlen"):
         varlen_attention(q, k, v, [0, 1], [0, 1], kernel="fast")
+
+
+def test_queries_without_any_key_get_nothing():
+    q, k, v = inputs(([2, 3], [0, 0]), 2, 1)
+    y = varlen_attention(q, k, v, [0, 2, 5], [0, 0, 0])
+    assert y.shape == q.shape and not y.any()
+    assert [g.shape for g in torch.autograd.grad(y.sum(), (q, k, v))] == [x.shape for x in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("width", "capability", "dtype", "has_flash", "expected"),
+    [
+        (64, (9, 0), torch.bfloat16, True, "flash"),
+        (64, (9, 0), torch.bfloat16, False, "varlen"),
+        (256, (8, 0), torch.float16, True, "flash"),
+        (20, (9, 0), torch.bfloat16, True, "sdpa"),
+        (264, (9, 0), torch.bfloat16, True, "sdpa"),
+        (64, (7, 5), torch.float16, True, "sdpa"),
+        (64, (9, 0), torch.float32, True, "sdpa"),
+    ],
+)
+def test_which_kernel_a_gpu_uses(monkeypatch, width, capability, dtype, has_flash, expected):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(kernels, "_flash_attention", lambda: print if has_flash else None)
+    monkeypatch.setattr(kernels, "_has_torch_varlen", lambda: True)
+    assert choose_kernel(SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(5, 4, width))) == expected
+
+
+def test_a_package_of_another_generation_is_not_used(monkeypatch, tmp_path):
+    """FlashAttention 4 brings a folder of the same name, without the function of 2."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert kernels._flash_attention.__wrapped__() is None
+    (tmp_path / "flash_attn" / "__init__.py").write_text("def flash_attn_varlen_func(): ...\n")
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    importlib.invalidate_caches()
+    assert callable(kernels._flash_attention.__wrapped__())
+    monkeypatch.delitem(sys.modules, "flash_attn")
 
 
 def test_the_cpu_uses_sdpa():

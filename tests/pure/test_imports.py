@@ -29,6 +29,7 @@ PURE = (
 )
 LAYERS = (
     *PURE,
+    "devices",
     "groups",
     "routes",
     "exchange",

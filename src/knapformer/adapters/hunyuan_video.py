@@ -51,6 +51,7 @@ from knapformer.adapters.packing import (
     stack_vectors,
 )
 from knapformer.cost import CostModel
+from knapformer.devices import to_device
 from knapformer.kernels import varlen_attention
 from knapformer.models.layers import add_gated
 
@@ -149,7 +150,7 @@ def _rotation(rope: Any, ids: Tensor, packed: Packed) -> Any:
 
 def refine_text(self: Any, text: Tensor, timestep: Tensor, text_offsets: list[int]) -> Tensor:
     """HunyuanVideoTokenRefiner on the text rows (T_text, C) of this rank's samples, with their timesteps (S,)."""
-    num_rows = torch.tensor([b - a for a, b in pairwise(text_offsets)], dtype=torch.int64).to(text.device)
+    num_rows = to_device(torch.tensor([b - a for a, b in pairwise(text_offsets)], dtype=torch.int64), text.device)
     index = torch.repeat_interleave(num_rows, output_size=text_offsets[-1])
     wide = text.to(torch.promote_types(text.dtype, torch.float32))
     pooled = wide.new_zeros(len(num_rows), text.shape[1]).index_add(0, index, wide)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.models import StreamIndex
 
@@ -141,22 +142,35 @@ def stack_rows(name: str, rows: Sequence[Tensor], width: int, dtype: torch.dtype
     for i, part in enumerate(rows):
         if part.shape[1] != width:
             raise ConfigurationError(f"{name}[{i}]: the model takes {width} channels, got {part.shape[1]}")
-    return torch.cat([torch.empty(0, width, dtype=dtype, device=device), *(p.to(device, dtype) for p in rows)])
+    empty = torch.empty(0, width, dtype=dtype, device=device)
+    return torch.cat([empty, *(to_device(part, device).to(dtype) for part in rows)])
 
 
 def stack_ids(name: str, ids: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
     """Position ids (L_i, width) of all samples as integers, which travel exactly.
 
     Raises:
-        ConfigurationError: an id is no whole number. Integer ids are not looked at, so that no device is waited for.
+        ConfigurationError: an id is no whole number, or may have been rounded to one: mixed precision casts what a
+            model is called with. Integer ids are not looked at, so that no device is waited for.
     """
     for i, part in enumerate(ids):
         if part.shape[1] != width:
             raise ConfigurationError(f"{name}[{i}]: expected {width} ids per token, got {part.shape[1]}")
-        if part.is_floating_point() and bool((part != part.round()).any()):
-            raise ConfigurationError(f"{name}[{i}]: position ids must be whole numbers, got {part.dtype} fractions")
+        if part.is_floating_point():
+            _check_whole(f"{name}[{i}]", part)
     empty = torch.empty(0, width, dtype=torch.int64, device=device)
-    return torch.cat([empty, *(part.to(device, torch.int64) for part in ids)])
+    return torch.cat([empty, *(to_device(part, device).to(torch.int64) for part in ids)])
+
+
+def _check_whole(name: str, ids: Tensor) -> None:
+    if bool((ids != ids.round()).any()):
+        raise ConfigurationError(f"{name}: position ids must be whole numbers, got {ids.dtype} fractions")
+    exact = 2 / torch.finfo(ids.dtype).eps
+    if ids.numel() and float(ids.abs().max()) >= exact:
+        raise ConfigurationError(
+            f"{name}: position ids must be integers, or stay below {exact:.0f} in {ids.dtype}, which rounds them; "
+            f"got {float(ids.abs().max()):.0f}"
+        )
 
 
 def stack_vectors(
@@ -171,7 +185,7 @@ def stack_vectors(
     if values.shape[:1] != (num_samples,) or values.numel() != num_samples * width:
         what = f"{width} channels" if width > 1 else "one value"
         raise LengthsError(f"{name}: expected {what} for each of {num_samples} samples, got {tuple(values.shape)}")
-    return values.to(device, dtype).reshape(num_samples, width)
+    return to_device(values, device).to(dtype).reshape(num_samples, width)
 
 
 def real_text(text: Sequence[Tensor], mask: Any, keep_padding: bool) -> list[Tensor]:

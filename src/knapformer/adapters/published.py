@@ -26,6 +26,7 @@ from knapformer.adapters.routing_plan import (
     split_evenly,
 )
 from knapformer.cost import CostModel
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
 from knapformer.exchange import Channel, exchange
 from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
@@ -285,7 +286,7 @@ class SequenceBalancer:
 
     @staticmethod
     def _int32(lengths: Sequence[int], like: Tensor) -> Tensor:
-        return torch.tensor(lengths, dtype=torch.int32).to(like.device, non_blocking=True)
+        return to_device(torch.tensor(lengths, dtype=torch.int32), like.device)
 
 
 class _Step:

@@ -36,6 +36,7 @@ from knapformer.adapters.packing import (
     stack_vectors,
 )
 from knapformer.cost import CostModel
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.models.layers import add_gated, modulate
 
@@ -93,7 +94,7 @@ def _position_ids(
         for number, (frames, height, width) in enumerate(images):
             is_last_layer = is_layered and number == len(images) - 1
             first = torch.tensor([-1 if is_last_layer else number, -(height - height // 2), -(width - width // 2)])
-            grid = grid_ids((frames, height, width), device) + first.to(device)
+            grid = grid_ids((frames, height, width), device) + to_device(first, device)
             ids.append(torch.cat([grid, grid.new_full((len(grid), 1), int(number > 0))], dim=1))
         first_text = max([max(h // 2, w // 2) for _, h, w in images] + [len(images) - 1] * is_layered)
         text_ids.append(torch.arange(first_text, first_text + num_text, device=device)[:, None])

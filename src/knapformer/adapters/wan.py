@@ -39,6 +39,7 @@ from knapformer.adapters.packing import (
     stack_rows,
 )
 from knapformer.cost import CostModel
+from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.kernels import varlen_attention
 from knapformer.models.layers import rows
@@ -126,7 +127,7 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     packed = Packed(step, rotate=rotation(model.rope, ids), has_streams=False)
     for name in batch.conditioning:
         packed.context_offsets[name] = offsets(step.conditioning_lengths(name))
-    first_time = torch.tensor(packed.context_offsets["timestep"][:-1], dtype=torch.int64).to(ids.device)
+    first_time = to_device(torch.tensor(packed.context_offsets["timestep"][:-1], dtype=torch.int64), ids.device)
     packed.visual = first_time.index_select(0, packed.index) + ids[:, 3]
 
     x = model.patch_embedding(patches.unflatten(1, (config.in_channels, *config.patch_size))).flatten(1)

@@ -193,8 +193,12 @@ def _make_contestant(
     _checkpoint(model.transformer, config)
     policy = None
     if config.dtype == "bfloat16":
+        # The trainee casts what it computes with: FSDP would round targets and times too, or none of them in torch 2.6.
         policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+            param_dtype=torch.bfloat16,
+            reduce_dtype=torch.float32,
+            output_dtype=torch.float32,
+            cast_forward_inputs=False,
         )
     shard(
         model,

@@ -96,11 +96,12 @@ class Trainee(nn.Module):
 
     def forward(self, batch: Batch, step: Step) -> Tensor:
         """(T_visual,) squared error of the velocity of the batch's own tokens, in their order, whoever computes it."""
+        dtype = self.photographs.weight.dtype  # under mixed precision that of computing, and not of the batch
         times = timestep_embedding(batch.t, self.photographs.embedding_dim)
-        conditioning = step.route_conditioning(self.photographs(batch.photograph) + times)
+        conditioning = step.route_conditioning(self.photographs(batch.photograph) + times.to(dtype))
         prediction = self.transformer(
-            step.route(batch.noisy, stream="visual"),
-            step.route(batch.text, stream="text"),
+            step.route(batch.noisy.to(dtype), stream="visual"),
+            step.route(batch.text.to(dtype), stream="text"),
             step.route(batch.position_ids),
             conditioning,
             step.sequence_index,
