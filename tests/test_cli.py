@@ -73,7 +73,10 @@ def test_caps_on_the_command_line(capsys, lengths_file):
 
 
 MISTAKES = {
-    "bags of another planner": (["--topology", "g3n1"], "a world of 4 ranks is not a multiple of the 3 ranks"),
+    "bags of another planner": (
+        ["--topology", "g3n1"],
+        "--topology names bags, which moldable does not use: add --planner bags",
+    ),
     "a cap of too many digits": (["--max-tokens-per-rank", "9" * 20], "must have at most 12 digits"),
     "a picture of JSON": (["--json", "--picture", "plan.svg"], "--picture draws the tables"),
     "wrong topology": (["--planner", "bags", "--topology", "g2x2"], "'g2x2' is not of the form"),

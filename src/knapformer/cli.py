@@ -46,6 +46,9 @@ cli_predict.register(app)
 cli_measure.register(app)
 cli_planners.register(app)
 
+FILE_WIDTH = 160
+"""Characters of a line that goes to a file or to another program."""
+
 DEMO_FILE, BENCH_FILE = Path("runs/demo.json"), Path("runs/bench.json")
 
 
@@ -94,7 +97,7 @@ def _root(
 def plan(
     lengths: Annotated[Path, typer.Argument(help="{\"lengths\": [[rank 0's lengths], [rank 1's], …]}")],
     planner: Annotated[str, typer.Option(help="home, whole, ulysses, bags or moldable.")] = "moldable",
-    topology: Annotated[str | None, typer.Option(help="Bags, as in g1n2+g2n1.")] = None,
+    topology: Annotated[str | None, typer.Option(help="For --planner bags, as in g1n2+g2n1.")] = None,
     model: Annotated[str | None, typer.Option(help="A known model; flux.1-dev without --cost.")] = None,
     cost: Annotated[Path | None, typer.Option(help="A cost file (JSON).")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None,
@@ -108,6 +111,8 @@ def plan(
 
     if picture is not None and as_json:
         raise ConfigurationError("--picture draws the tables, which --json leaves out: give one of them")
+    if topology is not None and planner != "bags":
+        raise ConfigurationError(f"--topology names bags, which {planner} does not use: add --planner bags")
     model_cost = _read_cost(model, cost, ranks_per_node)
     layout = None if topology is None else Topology.parse(topology, ranks_per_node)
     step_lengths = read_lengths(lengths)
@@ -125,6 +130,8 @@ def plan(
     from knapformer.report.grid import GRID_LEGEND, plan_table
 
     console = Console(record=picture is not None)
+    if not console.is_terminal:
+        console.width = max(console.width, FILE_WIDTH)
     home = evaluate(make_plan(step_lengths, planner="home", cost=model_cost, max_tokens_per_rank=None), model_cost)
     console.print(_summary_table(summary, home.makespan_s))
     console.print(plan_table(result, evaluation, width=console.width))
@@ -241,7 +248,9 @@ def bench(
 @app.command()
 def report(
     results: Annotated[Path, typer.Argument(help="A results file of demo or bench.")],
-    output: Out = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="HTML file; beside the results file by default.")
+    ] = None,
 ) -> None:
     """Make the HTML page of a results file."""
     try:

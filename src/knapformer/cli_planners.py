@@ -34,7 +34,8 @@ def bench_planners(
     chosen = [s for s in SCENARIOS if not words or any(word in s.workload for word in words)]
     chosen = [s for s in chosen if s.lengths(0, 0).num_ranks <= max_ranks]
     if not chosen:
-        raise ConfigurationError(f"no scenario matches {only!r}; known: {', '.join(s.workload for s in SCENARIOS)}")
+        known = ", ".join(dict.fromkeys(s.workload for s in SCENARIOS))
+        raise ConfigurationError(f"no scenario of up to {max_ranks} ranks matches {only!r}; known: {known}")
     rows = list(run(chosen, _seeds(seeds), cp_sat))
     content = {
         "schema": "knapformer.bench-planners/1",

@@ -134,7 +134,7 @@ def advise(
         return
     console = Console()
     console.print(advice_table(advice))
-    for line in advice_lines(advice, device_name=device.name, is_measured=cost is not None):
+    for line in advice_lines(advice, device_name=device.name, is_measured=cost is not None, shard_size=shard):
         console.print(line, soft_wrap=True, highlight=False)
 
 
@@ -146,6 +146,8 @@ def _draw_steps(workload: str, ranks: int | None, steps: int, seed: int) -> list
         if ranks not in (None, lengths.num_ranks):
             raise ConfigurationError(f"{workload} has lengths of {lengths.num_ranks} ranks, --ranks is {ranks}")
         return [lengths]
+    if Path(workload).suffix == ".json":
+        raise ConfigurationError(f"cannot read {workload}: there is no such file")
     draw = drawn_from(workload, ranks, seed)
     return [draw() for _ in range(steps)]
 

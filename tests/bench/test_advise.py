@@ -10,6 +10,7 @@ import pandas as pd
 import pytest
 
 from knapformer.bench.advise import advise
+from knapformer.bench.advise_page import advice_lines
 from knapformer.bench.dataset import grouped_steps, random_steps, read_dataset
 from knapformer.bench.hardware import hardware
 from knapformer.bench.memory import MemoryModel
@@ -132,6 +133,23 @@ def test_level_data_need_no_balancing_and_mixed_ones_do() -> None:
     assert mixed.planner == "moldable" and mixed.ways["moldable"]["gain"] > 1.3
     assert mixed.ways["moldable"]["gain"] >= mixed.ways["whole"]["gain"] - 1e-9
     assert mixed.longest_tokens == 50_000 and mixed.bags is not None
+
+
+def test_what_breaks_the_memory_is_not_advised() -> None:
+    """Long videos overfill every rank of every step: a way that ignores the cap is no way."""
+    videos = advice_for([4096] * 20 + [400_000] * 20, memory_bytes=80e9)
+    assert all(way.get("steps_over_memory", 1) for way in videos.ways.values())
+    assert videos.planner is None and videos.bags is None and videos.most_loaded > videos.tokens_that_fit
+    lines = "\n".join(advice_lines(videos, device_name="H100", is_measured=False, shard_size=8))
+    assert "Advice: load fewer tokens" in lines and "planner=" not in lines
+
+
+def test_advice_is_what_a_balancer_takes() -> None:
+    mixed = advice_for([256] * 80 + [4096] * 40 + [50_000] * 4)
+    lines = "\n".join(advice_lines(mixed, device_name="H100", is_measured=False, shard_size=8))
+    assert "Advice: planner='moldable': " in lines and f"topology='{mixed.bags.removeprefix('bags:')}'" in lines
+    level = advice_for([4096] * 100)
+    assert level.bags is None, "no layout gains anything"
 
 
 def test_a_sample_that_no_group_holds_is_refused_with_the_shortfall() -> None:

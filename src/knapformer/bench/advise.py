@@ -36,11 +36,13 @@ class Advice:
 
     Attributes:
         num_samples, mean_tokens, median_tokens, longest_tokens: of the data set.
-        num_ranks, tokens_per_rank: of a step.
+        num_ranks, tokens_per_rank: of a step, as asked for.
+        mean_loaded, most_loaded: tokens per rank of the drawn steps, on average and in the step with most: a sample
+            longer than ``tokens_per_rank`` is loaded all the same.
         tokens_that_fit: on one rank.
         ways: per way of batching and balancing: tokens per second, its gain over home, and how gains spread over steps.
-        planner: the advised one.
-        bags: the best fixed layout.
+        planner: the advised one, as ``PlannerSpec`` reads it; None where every one breaks the memory in some step.
+        bags: the best fixed layout that fits and gains something.
         longest_ranks: fewest ranks that hold the longest sample.
         longest_s: one training step of the longest sample alone on one rank, and over all ranks at best.
         steps: drawn.
@@ -52,9 +54,11 @@ class Advice:
     longest_tokens: int
     num_ranks: int
     tokens_per_rank: int
+    mean_loaded: float
+    most_loaded: float
     tokens_that_fit: int
     ways: Mapping[str, Mapping[str, Any]]
-    planner: str
+    planner: str | None
     bags: str | None
     longest_ranks: int
     longest_s: tuple[float, float]
@@ -110,6 +114,8 @@ def advise(
         return found
 
     ways = _compare(drawn, grouped, run, memory_bytes)
+    loaded = [step.num_tokens / num_ranks for step in drawn]
+    fitting = {name: way for name, way in ways.items() if _fits(way)}
     costs = setting.cost.work_s([longest]).sum() * setting.cost.num_layers * setting.cost.pass_factor
     return Advice(
         num_samples=len(tokens),
@@ -118,10 +124,12 @@ def advise(
         longest_tokens=longest,
         num_ranks=num_ranks,
         tokens_per_rank=budget,
+        mean_loaded=statistics.fmean(loaded),
+        most_loaded=max(loaded),
         tokens_that_fit=fits,
         ways=ways,
-        planner=_advised(ways),
-        bags=best_bags({name: {"step_s": -way["gain"]} for name, way in ways.items() if "gain" in way}),
+        planner=_advised(fitting),
+        bags=best_bags({name: {"step_s": -way["gain"]} for name, way in fitting.items() if way["gain"] > 1}),
         longest_ranks=max(1, math.ceil(longest / fits)),
         longest_s=(float(costs), float(costs) / num_ranks),
         steps=num_steps,
@@ -204,12 +212,15 @@ def _way(
     }
 
 
-def _advised(ways: Mapping[str, Mapping[str, Any]]) -> str:
-    """The fastest planner; of whole and moldable the simpler one where they are alike."""
-    gains = {name: way["gain"] for name, way in ways.items() if "gain" in way and name != "length-grouped"}
+def _fits(way: Mapping[str, Any]) -> bool:
+    """Whether no rank exceeds its memory in any step."""
+    return "gain" in way and not way["steps_over_memory"]
+
+
+def _advised(ways: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """Of ways that fit, the fastest planner; a simpler one where they are alike."""
+    gains = {name: way["gain"] for name, way in ways.items() if name != "length-grouped"}
+    if not gains:
+        return None
     best = max(gains, key=lambda name: gains[name])
-    for simple in ("home", "whole"):
-        fits = simple in gains and not ways[simple]["steps_over_memory"]
-        if fits and gains[simple] >= gains[best] * (1 - SIMPLER_IS_FINE):
-            return simple
-    return best
+    return next((s for s in ("home", "whole") if gains.get(s, 0.0) >= gains[best] * (1 - SIMPLER_IS_FINE)), best)

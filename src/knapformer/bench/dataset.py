@@ -76,7 +76,10 @@ def _read_table(path: Path) -> Any:
         raise ConfigurationError(f"reading {path} needs pandas: pip install knapformer[data]") from None
     readers = {".csv": pandas.read_csv, ".tsv": lambda p: pandas.read_csv(p, sep="\t"), ".parquet": pandas.read_parquet}
     if path.suffix.lower() not in readers:
-        raise ConfigurationError(f"{path}: expected a .json, .csv, .tsv or .parquet file, got {path.suffix!r}")
+        found = path.suffix or path.name
+        raise ConfigurationError(f"{path}: expected a .json, .csv, .tsv or .parquet file, got {found!r}")
+    if not path.is_file():
+        raise ConfigurationError(f"cannot read {path}: there is no such file")
     try:
         return readers[path.suffix.lower()](path)
     except pandas.errors.EmptyDataError:

@@ -154,9 +154,9 @@ def replay_table(results: Mapping[str, Mapping[str, Any]]) -> Table:
     """A row for each plan: seconds of the busiest rank, the ranks' discrepancy, both as predicted, and the errors."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("plan", no_wrap=True)
-    columns = ("busiest s", "predicted", "spread", "predicted", "MAPE", "worst", "split", "speed-up")
+    columns = ("busiest\ns", "pred.\ns", "spread", "pred.\nspread", "MAPE", "worst", "split", "speed\n-up ×")
     for name in columns:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     first = next(iter(results.values()))["measured_busiest_s"]
     for name, row in results.items():
         table.add_row(

@@ -41,7 +41,7 @@ def plan_table(plan: Plan, evaluation: Evaluation, *, max_rows: int = 32, width:
     for name, least in (("rank", 4), ("tokens", 7), ("load", 5)):
         table.add_column(name, justify="right", min_width=least, no_wrap=True)
     table.add_column("█ linear ▓ attn ░ exch.", min_width=BAR_WIDTH, no_wrap=True)
-    left = max(16, width - sum(column.min_width or 0 for column in table.columns) - len(table.columns) - 1)
+    left = max(16, width - sum(column.min_width or 0 for column in table.columns) - 2 * len(table.columns))
     table.add_column("sequences", max_width=left, no_wrap=True, overflow="ellipsis")
     load = np.asarray(evaluation.rank_linear_s) + np.asarray(evaluation.rank_attention_s)
     busy = load + np.asarray(evaluation.rank_communication_s)
