@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -52,6 +53,8 @@ class Balancer:
         kernel: attention kernel; see ``knapformer.kernels.varlen_attention``.
         overlap: compute whole sequences' attention while the others' q, k and v are in flight.
         meter: counts time and bytes in exchanges.
+        timeout: after which a rank gives up waiting for another one's lengths or tokens. None is the backend's default
+            (30 minutes on gloo, 10 on NCCL), whatever ``init_process_group`` was given.
 
     Raises:
         ConfigurationError: arguments that do not fit each other or the group; on all ranks.
@@ -70,6 +73,7 @@ class Balancer:
         kernel: str = "auto",
         overlap: bool = True,
         meter: Meter | None = None,
+        timeout: timedelta | None = None,
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.planner = planner
@@ -82,7 +86,7 @@ class Balancer:
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_kv_heads = num_kv_heads
         self.kernel, self.overlap = kernel, overlap
-        self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error)
+        self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error, timeout)
         self.channel = Channel(self.group.data, self.group.rank, meter)
 
     def prepare(

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,7 @@ class BalancingGroup:
         size: ranks of the group.
         offset: rank, in the group that was given, of this group's rank 0.
         device: where tokens live: the CPU for gloo, else the accelerator.
+        timeout: of the groups that are made here.
     """
 
     data: dist.ProcessGroup | None
@@ -49,10 +51,15 @@ class BalancingGroup:
     size: int
     offset: int
     device: torch.device
+    timeout: timedelta | None = None
 
     @classmethod
     def create(
-        cls, group: dist.ProcessGroup | None = None, size: int | None = None, error: KnapFormerError | None = None
+        cls,
+        group: dist.ProcessGroup | None = None,
+        size: int | None = None,
+        error: KnapFormerError | None = None,
+        timeout: timedelta | None = None,
     ) -> BalancingGroup:
         """Make the groups. Every rank of ``group`` calls it, once, in the same order as other group creations.
 
@@ -60,6 +67,7 @@ class BalancingGroup:
             group: whose ranks balance; the default group if None. Without torch.distributed this is one rank alone.
             size: ranks of a balancing group, where several of them share ``group``; consecutive ranks belong together.
             error: what is wrong with this rank's configuration; then ``size`` may be anything.
+            timeout: see ``knapformer.Balancer``.
 
         Raises:
             ConfigurationError: ``group`` is not a multiple of ``size``.
@@ -74,8 +82,9 @@ class BalancingGroup:
         data = dist.group.WORLD if group is None else group
         assert data is not None
         device = torch.device("cpu") if dist.get_backend(data) == "gloo" else torch.accelerator.current_accelerator()
-        everyone = cls(data, None, dist.get_rank(data), dist.get_world_size(data), 0, device or torch.device("cpu"))
-        everyone = replace(everyone, control=subgroup(data, [range(everyone.size)], "gloo"))
+        rank, world_size = dist.get_rank(data), dist.get_world_size(data)
+        control = subgroup(data, [range(world_size)], "gloo", timeout)
+        everyone = cls(data, control, rank, world_size, 0, device or torch.device("cpu"), timeout)
         return everyone._part(size, error)
 
     def _part(self, size: int | None, error: KnapFormerError | None) -> BalancingGroup:
@@ -90,7 +99,8 @@ class BalancingGroup:
             return replace(self, data=self._connected())
         offset = self.rank // size * size
         parts = [range(first, first + size) for first in range(0, self.size, size)]
-        data, control = subgroup(self.data, parts), subgroup(self.data, parts, "gloo")
+        data = subgroup(self.data, parts, timeout=self.timeout)
+        control = subgroup(self.data, parts, "gloo", self.timeout)
         return replace(self, data=data, control=control, rank=self.rank - offset, size=size, offset=offset)
 
     def _connected(self) -> dist.ProcessGroup | None:
@@ -102,12 +112,17 @@ class BalancingGroup:
         if self.device.type == "cpu" or self.data is None:
             return self.data
         if self.data is dist.group.WORLD:
-            return subgroup(self.data, [range(self.size)])
+            return subgroup(self.data, [range(self.size)], timeout=self.timeout)
         _connect(self.data)
         return self.data
 
 
-def subgroup(group: dist.ProcessGroup, parts: Sequence[Sequence[int]], backend: str | None = None) -> dist.ProcessGroup:
+def subgroup(
+    group: dist.ProcessGroup,
+    parts: Sequence[Sequence[int]],
+    backend: str | None = None,
+    timeout: timedelta | None = None,
+) -> dist.ProcessGroup:
     """The process group of this rank's part. Every rank of ``group`` calls it, with the same parts.
 
     Ranks name a new group by how many they have made. Of the default group, every rank therefore makes the groups of
@@ -117,13 +132,14 @@ def subgroup(group: dist.ProcessGroup, parts: Sequence[Sequence[int]], backend: 
         group: what is divided.
         parts: ranks of ``group``, each rank in one part.
         backend: of the new groups; by default that of the default group.
+        timeout: of the new groups; by default the backend's.
     """
     own = next(i for i, part in enumerate(parts) if dist.get_rank(group) in part)
     members = [[dist.get_global_rank(group, rank) for rank in part] for part in parts]
     if group is dist.group.WORLD:
-        made: dist.ProcessGroup = [dist.new_group(ranks, backend=backend) for ranks in members][own]
+        made: dist.ProcessGroup = [dist.new_group(ranks, timeout, backend) for ranks in members][own]
     else:
-        made = dist.new_group(members[own], backend=backend, use_local_synchronization=True)
+        made = dist.new_group(members[own], timeout, backend, use_local_synchronization=True)
     if dist.get_backend(made) != "gloo":
         _connect(made)
     return made

@@ -7,6 +7,8 @@ import re
 import signal
 import time
 from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -233,3 +235,26 @@ def test_a_killed_rank_ends_the_others(where):
         seconds = re.search(r"after ([\d.]+) s", outcome.failure)
         assert seconds, outcome
         assert float(seconds[1]) < 10
+
+
+def be_late(rank: int, _world: int, folder: str, timeout_s: float) -> str:
+    """The last rank prepares only when the first has given up; returns what the first one was told."""
+    balancer, file = Balancer(COST, timeout=timedelta(seconds=timeout_s)), Path(folder) / "gave-up"
+    if rank == 0:
+        try:
+            balancer.prepare(GOOD)
+        except RuntimeError as error:
+            file.write_text(str(error))
+    else:
+        deadline = time.monotonic() + 10
+        while not file.exists() and time.monotonic() < deadline:
+            time.sleep(0.05)
+    return file.read_text() if file.exists() else ""
+
+
+def test_a_rank_waits_as_long_as_it_is_told(tmp_path):
+    """The negative control would wait for ten minutes."""
+    told, _ = run_ranks(be_late, 2, str(tmp_path), 1.0)
+    assert re.search("(?i)timed out|timeout", told)
+    with pytest.raises(AssertionError, match=r"ranks \[0, 1\] did not end"):
+        try_ranks(be_late, 2, str(tmp_path / "nowhere"), 600.0, timeout_s=12)
