@@ -2,12 +2,15 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace knapformer {
 namespace {
 
 constexpr double kOver = 1.0 + 1e-9;  // a level may be exceeded by rounding
 constexpr double kSnaps[] = {0.5, 0.2, 0.03};
+constexpr size_t kManyCells = 16384;   // split sequences × ranks from which one way to share is enough
+constexpr size_t kMatchedRanks = 64;   // in larger groups pooled rows are not matched with nodes
 
 }  // namespace
 
@@ -52,7 +55,7 @@ void GroupSolver::try_shares(Fill fill, Variant& best) {
       share(together, snap);
       const double cost = price();
       if (cost < best.cost * (1.0 - 1e-6)) best = {fill, together, snap, cost};
-      if (split_.empty()) return;
+      if (split_.empty() || split_.size() * g_ > kManyCells) return;
     }
   }
 }
@@ -95,6 +98,7 @@ void GroupSolver::fill(const Group& group, const std::vector<Item>& fillers, Fil
   attention_.assign(g_, 0.0);
   split_ = group.anchors;
   whole_rank_.assign(fillers.size(), -1);
+  work_ += fillers.size() * g_;
   for (size_t k = 0; k < fillers.size(); ++k) {
     const auto linear = static_cast<double>(fillers[k].tokens);
     const double attention = p_.attention_s[fillers[k].id];
@@ -130,6 +134,7 @@ int32_t GroupSolver::best_rank(const Item& item, double linear, double attention
 
 void GroupSolver::share(bool together, double snap) {
   const size_t cells = split_.size() * g_;
+  work_ += cells * static_cast<size_t>(p_.num_heads);
   heads_.assign(cells, 0);
   piece_.assign(cells, 0);
   piece_start_.assign(cells, 0);
@@ -191,11 +196,7 @@ void GroupSolver::cut_heads(size_t k, double snap) {
     pool_rows(k, left, snap);
     return;
   }
-  for (; left > 0; --left) {
-    size_t best = 0;
-    for (size_t i = 1; i < g_; ++i) best = want_[i] - heads[i] > want_[best] - heads[best] ? i : best;
-    ++heads[best];
-  }
+  add_heads(heads, left);
   for (; left < 0; ++left) {
     size_t best = g_;
     for (size_t i = 0; i < g_; ++i) {
@@ -204,6 +205,16 @@ void GroupSolver::cut_heads(size_t k, double snap) {
     --heads[best];
   }
   for (size_t i = 0; i < g_; ++i) kv_[k * g_ + i] = heads[i];
+}
+
+// Heads that are left over, to the ranks that want them most.
+void GroupSolver::add_heads(int32_t* heads, int64_t left) {
+  while (left > 0) {
+    order_.resize(g_);
+    std::iota(order_.begin(), order_.end(), size_t{0});
+    std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return want_[a] - heads[a] > want_[b] - heads[b]; });
+    for (size_t k = 0; k < g_ && left > 0; ++k, --left) ++heads[order_[k]];
+  }
 }
 
 // The rows of the last `pool_heads` heads, one head after another, cut among the ranks in proportion to `want_`. A cut this near
@@ -231,6 +242,12 @@ void GroupSolver::pool_rows(size_t k, int64_t pool_heads, double snap) {
 // there is one left.
 std::vector<size_t> GroupSolver::pool_order(double sum, int64_t pool_heads) const {
   std::vector<size_t> order;
+  if (g_ > kMatchedRanks) {
+    for (size_t i = 0; i < g_; ++i) {
+      if (want_[i] > 0.0) order.push_back(i);
+    }
+    return order;
+  }
   std::vector<char> used(g_, 0);
   double at = 0.0;
   for (;;) {

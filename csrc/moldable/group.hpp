@@ -30,6 +30,8 @@ class GroupSolver {
   double makespan(const Group& group, const std::vector<Item>& fillers);
   // The placements that `makespan` priced, into `placements` by sequence.
   void place(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements);
+  // What has been done so far, in steps of its inner loops: a clock that runs alike on all ranks.
+  size_t work() const { return work_; }
 
  private:
   enum class Fill { kLevel, kLoose, kPiled };
@@ -52,6 +54,7 @@ class GroupSolver {
   void share_attention(bool together, double snap);
   void want_attention(size_t k, bool together, double rest);
   void cut_heads(size_t k, double snap);
+  void add_heads(int32_t* heads, int64_t left);
   void pool_rows(size_t k, int64_t pool_heads, double snap);
   std::vector<size_t> pool_order(double sum, int64_t pool_heads) const;
   void share_tokens(bool together);
@@ -64,6 +67,7 @@ class GroupSolver {
 
   const Problem& p_;
   size_t g_ = 0;
+  size_t work_ = 0;
   std::vector<int32_t> rank_, node_;
   std::vector<double> speed_, cap_;
   double linear_level_ = 0, attention_level_ = 0;            // per unit of speed
@@ -77,6 +81,7 @@ class GroupSolver {
   std::vector<int64_t> held_;                                // (K, g) tokens
   std::vector<Flow> near_, far_;                             // (g)
   std::vector<double> node_tokens_, node_kv_, node_heads_;
+  std::vector<size_t> order_;                                // (g)
   std::vector<int64_t> segment_end_;                         // (g) of one sequence
 };
 

@@ -14,6 +14,7 @@ namespace knapformer {
 namespace {
 
 constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
+constexpr size_t kWork = 3'000'000, kWorkOfRank = 20'000;  // steps of the solver after which nothing more is tried
 constexpr int kRounds = 2;
 constexpr size_t kSettled = 12;
 constexpr size_t kSettledContainers = 5;
@@ -37,6 +38,7 @@ double Grouping::makespan_s() const {
 Search::Search(const Problem& problem)
     : p_(problem),
       solver_(problem),
+      most_work_(kWork + kWorkOfRank * static_cast<size_t>(problem.num_ranks)),
       effort_(std::min(1.0, kFullEffort / std::max<double>(1.0, problem.num_sequences() + problem.num_ranks))),
       candidates_(problem, effort_) {}
 
@@ -50,7 +52,7 @@ Grouping Search::run() {
     auto candidates = candidates_.of(container);
     candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
     for (const auto& candidate : candidates) {
-      if (!settled.empty() && !candidate.is_packed && candidate.promise_s >= best_settled) continue;
+      if (!settled.empty() && (is_tired() || (!candidate.is_packed && candidate.promise_s >= best_settled))) continue;
       Grouping grouping = settle(candidate, best_settled);
       const double makespan = grouping.makespan_s();
       best_settled = std::min(best_settled, makespan);
@@ -96,7 +98,7 @@ Grouping Search::settle(const Candidate& layout, double best_s) {
       best_makespan = makespan;
       best = now;
     }
-    if (now.groups.size() != overhead.size() || makespan > kFarOff * best_s) break;
+    if (now.groups.size() != overhead.size() || makespan > kFarOff * best_s || is_tired()) break;
     for (size_t k = 0; k < now.groups.size(); ++k) {
       double work = anchor_work_s(p_, now.groups[k]);
       for (const auto& item : now.bins[k].items) work += item.work_s;
@@ -182,7 +184,7 @@ void Search::merge(Grouping& grouping, size_t into, size_t from) const {
 // Step 4.
 void Search::improve(Grouping& grouping, int steps) {
   Levels levels(grouping.bins);
-  for (int step = 0; step < steps; ++step) {
+  for (int step = 0; step < steps && !is_tired(); ++step) {
     if (exchange_items(grouping, levels)) continue;
     if (!merge_groups(grouping, levels)) return;
     levels = Levels(grouping.bins);
@@ -200,6 +202,7 @@ bool Search::exchange_items(Grouping& grouping, Levels& levels) {
   }
   std::stable_sort(changes.begin(), changes.end(), [](const Change& a, const Change& b) { return a.level < b.level; });
   for (const auto& change : changes) {
+    if (is_tired()) break;
     const Bin from = bins[worst], to = bins[change.to];
     apply(bins, worst, change);
     solve(grouping, worst);
@@ -221,6 +224,7 @@ bool Search::merge_groups(Grouping& grouping, const Levels& levels) {
   size_t best = grouping.bins.size();
   double best_level = before;
   for (size_t other : levels.lowest(kMergeBreadth)) {
+    if (is_tired()) break;
     Grouping pair{{grouping.groups[worst], grouping.groups[other]}, {grouping.bins[worst], grouping.bins[other]}};
     merge(pair, 0, 1);
     solve(pair, 0);

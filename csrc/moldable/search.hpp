@@ -34,8 +34,12 @@ class Search {
   bool merge_groups(Grouping& grouping, const Levels& levels);
   void merge(Grouping& grouping, size_t into, size_t from) const;
 
+  // Caps that just fit, or exchanges that cost nothing, make groups of hundreds of ranks, which are slow to solve.
+  bool is_tired() const { return solver_.work() > most_work_; }
+
   const Problem& p_;
   GroupSolver solver_;
+  size_t most_work_;
   double effort_;  // 1 for small steps, less for large ones
   Candidates candidates_;
 };

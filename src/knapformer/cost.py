@@ -18,6 +18,12 @@ from knapformer.shapes import ModelShape, model_shape
 FloatArray = npt.NDArray[np.float64]
 
 
+MAX_HEADS = 2**16
+MAX_NODE = 2**31 - 1
+MAX_NUMBER = 1e100
+"""Of anything here; products of two stay finite."""
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """Links and relative speeds of the ranks.
@@ -43,6 +49,11 @@ class Machine:
 
     def __post_init__(self) -> None:
         _require_count("ranks_per_node", self.ranks_per_node)
+        for name in ("speeds", "nodes"):
+            values = getattr(self, name)
+            if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+                raise ConfigurationError(f"{name} must list one number for each rank, got {values!r}")
+            object.__setattr__(self, name, tuple(values))
         for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "bytes_per_element"):
             _require_positive(name, getattr(self, name))
         if not _is_number(self.communication_scale) or self.communication_scale < 0:
@@ -50,6 +61,10 @@ class Machine:
         for speed in self.speeds:
             _require_positive("speeds", speed)
         object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))
+        for node in self.nodes:
+            is_whole = isinstance(node, int | np.integer) and not isinstance(node, bool)
+            if not is_whole or abs(int(node)) > MAX_NODE:
+                raise ConfigurationError(f"nodes must be integers of at most {MAX_NODE}, got {node!r}")
         object.__setattr__(self, "nodes", tuple(map(int, self.nodes)))
 
     def rank_speeds(self, num_ranks: int) -> FloatArray:
@@ -102,6 +117,10 @@ class CostModel:
 
     def __post_init__(self) -> None:
         _require_count("num_heads", self.num_heads)
+        if self.num_heads > MAX_HEADS:
+            raise ConfigurationError(f"num_heads must be {MAX_HEADS} at most, got {self.num_heads}")
+        if not isinstance(self.machine, Machine):
+            raise ConfigurationError(f"machine must be a Machine, got {self.machine!r}")
         for name in ("hidden", "flops_per_s", "num_layers", "pass_factor"):
             _require_positive(name, getattr(self, name))
         for name in ("linear_flops_per_token", "attention_flops_per_pair", "attention_span_tokens"):
@@ -136,9 +155,11 @@ class CostModel:
         Raises:
             ConfigurationError: a key is missing or unknown, or a value is out of range.
         """
+        if not isinstance(content, Mapping):
+            raise ConfigurationError(f"a cost file is a JSON object, got {type(content).__name__}")
         for name in ("hidden", "num_heads"):
             if name not in content:
-                raise ConfigurationError(f"a cost file needs {name!r}, got keys {sorted(content)}")
+                raise ConfigurationError(f"a cost file needs {name!r}, got keys {sorted(map(str, content))}")
         machine = content.get("machine", {})
         if not isinstance(machine, Mapping):
             raise ConfigurationError(f"machine must be an object, got {machine!r}")
@@ -147,7 +168,7 @@ class CostModel:
         unknown = set(content) - known - {"machine", "measured", "schema"}
         unknown |= {f"machine.{key}" for key in set(machine) - {f.name for f in fields(Machine)}}
         if unknown:
-            raise ConfigurationError(f"unknown keys in a cost file: {sorted(unknown)}")
+            raise ConfigurationError(f"unknown keys in a cost file: {sorted(map(str, unknown))}")
         values.setdefault("gamma", 1.0)
         try:
             return cls(machine=Machine(**machine), **values)
@@ -163,7 +184,7 @@ class CostModel:
             content = json.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not JSON: {error}") from None
         if not isinstance(content, dict):
             raise ConfigurationError(f"{path}: a cost file is a JSON object, got {type(content).__name__}")
@@ -277,7 +298,7 @@ def fit(samples: Sequence[PackSample]) -> Fit:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and bool(np.isfinite(value))
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_NUMBER
 
 
 def _require_positive(name: str, value: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +17,9 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 MAX_LENGTH_TOKENS = 2**31 - 1
 """Longest sequence that is accepted; FlashAttention and its relatives index tokens with 32 bits."""
+
+MAX_RANKS = 2**20
+"""Ranks of a balancing group that are accepted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,12 +40,19 @@ class Lengths:
     streams: tuple[tuple[str, IntArray], ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("tokens", "offsets"):
+            object.__setattr__(self, name, _column(name, getattr(self, name)))
+        streams = tuple((name, _column(f"stream {name!r}", part)) for name, part in self.streams)
+        object.__setattr__(self, "streams", streams)
+        for name, part in (("tokens", self.tokens), *streams):
+            if len(part) and not 0 <= part.min() <= part.max() <= MAX_LENGTH_TOKENS:
+                raise LengthsError(f"{name} must be in 0..{MAX_LENGTH_TOKENS}, got {part.min()}..{part.max()}")
+        if not len(self.offsets):
+            raise LengthsError("offsets must begin with 0, got none")
         if self.offsets[0] != 0 or self.offsets[-1] != len(self.tokens) or (np.diff(self.offsets) < 0).any():
             raise LengthsError(f"offsets must rise from 0 to {len(self.tokens)} sequences, got {self.offsets.tolist()}")
         if self.streams and not np.array_equal(sum(part for _, part in self.streams), self.tokens):
             raise LengthsError("the streams of a sequence must sum to its length")
-        for array in (self.tokens, self.offsets, *(part for _, part in self.streams)):
-            array.setflags(write=False)
 
     @classmethod
     def from_ranks(cls, ranks: Sequence[Any]) -> Lengths:
@@ -51,6 +61,8 @@ class Lengths:
         Raises:
             LengthsError: naming the rank whose lengths are no non-negative integers, or whose streams differ.
         """
+        if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
+            raise LengthsError(f"expected the lengths of each rank, got {ranks!r}")
         parsed = []
         for rank, local in enumerate(ranks):
             try:
@@ -116,10 +128,23 @@ def parse_local_lengths(lengths: Any) -> dict[str, IntArray]:
         counts = {name: len(values) for name, values in streams.items()}
         if len(set(counts.values())) != 1:
             raise LengthsError(f"every stream must list the same sequences, got counts {counts}")
-        if "" in streams:
-            raise LengthsError("a stream needs a name, got ''")
+        if "" in streams or len(streams) < len(lengths):
+            raise LengthsError(f"every stream needs a name of its own, got {list(lengths)}")
+        longest = int(np.sum(list(streams.values()), axis=0).max(initial=0))
+        if longest > MAX_LENGTH_TOKENS:
+            raise LengthsError(f"the streams of a sequence must sum to {MAX_LENGTH_TOKENS} at most, got {longest}")
         return streams
     return {"": _parse_stream(lengths, "")}
+
+
+def _column(name: str, values: Any) -> IntArray:
+    """An array of its own, so that nobody else can change it."""
+    given = np.asarray(values)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise LengthsError(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
+    column = np.array(given, np.int64)
+    column.setflags(write=False)
+    return column
 
 
 def _parse_stream(values: Any, where: str) -> IntArray:
@@ -146,7 +171,7 @@ def read_lengths(path: str | Path) -> Lengths:
         content = json.loads(Path(path).read_text())
     except OSError as error:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not JSON: {error}") from None
     rows = content.get("lengths") if isinstance(content, dict) else None
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list | dict) for row in rows):

@@ -16,8 +16,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from knapformer.cost import MAX_HEADS
 from knapformer.errors import ConfigurationError, PlanError
-from knapformer.lengths import Lengths
+from knapformer.lengths import MAX_LENGTH_TOKENS, MAX_RANKS, Lengths
 from knapformer.placement import Placement, Segment, Tile, check_cover, check_query_tiles
 
 __all__ = ["SCHEMA", "Placement", "Plan", "Segment", "Tile"]
@@ -84,9 +85,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            array = np.ascontiguousarray(getattr(self, name), dtype=dtype)
-            array.setflags(write=False)
-            object.__setattr__(self, name, array)
+            object.__setattr__(self, name, _column(name, getattr(self, name), dtype))
+        for name in ("world_size", "num_heads", "num_kv_heads", "group_offset"):
+            object.__setattr__(self, name, _whole(name, getattr(self, name)))
+        caps = tuple(_whole("max_tokens_per_rank", cap) for cap in self.max_tokens_per_rank)
+        object.__setattr__(self, "max_tokens_per_rank", caps)
         _check(self)
 
     @property
@@ -189,6 +192,8 @@ class Plan:
             ConfigurationError: another schema, or a key is missing.
             PlanError: the placements are no plan.
         """
+        if not isinstance(content, Mapping):
+            raise ConfigurationError(f"a plan file is a JSON object, got {type(content).__name__}")
         if content.get("schema") != SCHEMA:
             raise ConfigurationError(f"expected a plan file with schema {SCHEMA!r}, got {content.get('schema')!r}")
         try:
@@ -214,7 +219,7 @@ class Plan:
             )
         except PlanError:
             raise
-        except (KeyError, TypeError, ValueError, OverflowError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, OverflowError) as error:
             raise ConfigurationError(f"a plan file with a missing or malformed part: {error!r}") from None
 
     @classmethod
@@ -230,11 +235,11 @@ class Plan:
         """Build a plan from one list of ``Segment`` and of ``Tile`` tuples per sequence, in any order."""
         flat_segments = [x for own in segments for x in sorted(own, key=lambda s: s[1])]
         flat_tiles = [x for own in tiles for x in sorted(own, key=lambda t: (t[1], t[3]))]
-        segment_table = np.asarray(flat_segments, np.int64).reshape(-1, 3).T
-        tile_table = np.asarray(flat_tiles, np.int64).reshape(-1, 5).T
+        segment_table = np.asarray(flat_segments).reshape(-1, 3).T
+        tile_table = np.asarray(flat_tiles).reshape(-1, 5).T
         return cls(
-            lengths=np.asarray(lengths, np.int64),
-            homes=np.asarray(homes, np.int32),
+            lengths=np.asarray(lengths),
+            homes=np.asarray(homes),
             segment_offsets=np.cumsum([0, *map(len, segments)], dtype=np.int64),
             tile_offsets=np.cumsum([0, *map(len, tiles)], dtype=np.int64),
             **dict(zip(("segment_rank", "segment_start", "segment_end"), segment_table, strict=True)),  # type: ignore[arg-type]
@@ -249,7 +254,7 @@ class Plan:
             content = json.loads(Path(path).read_text())
         except OSError as error:
             raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigurationError(f"{path} is not JSON: {error}") from None
         if not isinstance(content, dict):
             raise ConfigurationError(f"{path}: a plan file is a JSON object, got {type(content).__name__}")
@@ -285,14 +290,41 @@ class Plan:
 _TILE_COLUMNS = ("tile_rank", "tile_head_start", "tile_head_end", "tile_query_start", "tile_query_end")
 
 
-def _check(plan: Plan) -> None:
+def _column(name: str, values: Any, dtype: Any) -> Array:
+    """An array of its own, so that nobody else can change it; nothing is rounded or wrapped."""
+    given = np.asarray(values)
+    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
+        raise PlanError(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
+    column = np.array(given, dtype)
+    if given.dtype != column.dtype and not np.array_equal(given, column):
+        raise PlanError(f"{name} must be {column.dtype} integers, got {given.min()}..{given.max()}")
+    column.setflags(write=False)
+    return column
+
+
+def _whole(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+        raise PlanError(f"{name} must be integers of at least 0, got {value!r}")
+    return int(value)
+
+
+def _check_sizes(plan: Plan) -> None:
+    if not isinstance(plan.planner, str) or len(plan.planner.split()) > 1:
+        raise PlanError(f"a planner's name is one word, got {plan.planner!r}")
+    if plan.world_size > MAX_RANKS or plan.num_heads > MAX_HEADS:
+        sizes = f"{plan.world_size} and {plan.num_heads}"
+        raise PlanError(f"a plan may have {MAX_RANKS} ranks and {MAX_HEADS} heads at most, got {sizes}")
     if plan.world_size < 1 or plan.num_heads < 1 or plan.num_kv_heads < 1 or plan.num_heads % plan.num_kv_heads:
         raise PlanError(
             "a plan needs at least one rank and heads that its key-value heads divide, got "
             f"{plan.world_size} ranks, {plan.num_heads} heads, {plan.num_kv_heads} key-value heads"
         )
-    if (plan.lengths < 0).any():
-        raise PlanError(f"lengths must be at least 0, got {plan.lengths.min()}")
+
+
+def _check(plan: Plan) -> None:
+    _check_sizes(plan)
+    if len(plan.lengths) and not 0 <= plan.lengths.min() <= plan.lengths.max() <= MAX_LENGTH_TOKENS:
+        raise PlanError(f"lengths must be in 0..{MAX_LENGTH_TOKENS}, got {plan.lengths.min()}..{plan.lengths.max()}")
     if len(plan.homes) != plan.num_sequences:
         raise PlanError(f"a plan of {plan.num_sequences} sequences needs as many homes, got {len(plan.homes)}")
     if len(plan.max_tokens_per_rank) not in (0, plan.world_size):
@@ -303,11 +335,15 @@ def _check(plan: Plan) -> None:
         ("segment", plan.segment_rank, plan.segment_offsets),
         ("tile", plan.tile_rank, plan.tile_offsets),
     ):
-        if len(offsets) != plan.num_sequences + 1 or offsets[0] != 0 or offsets[-1] != len(ranks):
+        fit = len(offsets) == plan.num_sequences + 1 and offsets[0] == 0 and offsets[-1] == len(ranks)
+        if not fit or (np.diff(offsets) < 0).any():
             raise PlanError(f"{name} offsets do not fit {plan.num_sequences} sequences and {len(ranks)} {name}s")
         wrong = np.flatnonzero((ranks < 0) | (ranks >= plan.world_size))
         if len(wrong):
             raise PlanError(f"{name} on rank {ranks[wrong[0]]}, but the plan has {plan.world_size} ranks")
+    for columns in (plan._segment_columns(), plan._tile_columns()):
+        if len({len(column) for column in columns}) > 1:
+            raise PlanError(f"columns of one kind must be equally long, got {[len(column) for column in columns]}")
     check_cover("tokens", plan.segment_offsets, plan.segment_start, plan.segment_end, plan.lengths)
     _check_tiles(plan)
     tokens = plan.rank_tokens.tolist()

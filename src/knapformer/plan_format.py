@@ -16,6 +16,7 @@ from __future__ import annotations
 import re
 
 from knapformer.errors import PlanError
+from knapformer.lengths import MAX_RANKS
 from knapformer.plan import Plan
 
 _HEADER = re.compile(r"plan (\S*) world=(\d+) heads=(\d+) kv=(\d+)(?: offset=(\d+))?(?: cap=([\d,]+))?")
@@ -57,17 +58,31 @@ def parse_plan(text: str) -> Plan:
     Raises:
         PlanError: a line that is not of the form, or placements that are no plan.
     """
-    header, *lines = text.strip().splitlines()
+    header, *lines = text.strip().splitlines() or [""]
     match = _HEADER.fullmatch(header.strip())
     if match is None:
         raise PlanError(f"expected a line 'plan NAME world=N heads=H kv=H', got {header!r}")
+    try:
+        return _parse_rows(match, lines)
+    except PlanError:
+        raise
+    except (ValueError, OverflowError) as error:
+        raise PlanError(f"a number that is none, or too long: {error}") from None
+
+
+def _parse_rows(match: re.Match[str], lines: list[str]) -> Plan:
     planner, world, heads, kv, offset, cap = match.groups()
+    if int(world) > MAX_RANKS:
+        raise PlanError(f"a plan may have {MAX_RANKS} ranks at most, got {world}")
     rows: dict[tuple[str, int], list[str]] = {}
     for line in lines:
         row = _ROW.fullmatch(line.strip())
         if row is None:
             raise PlanError(f"expected a line 'home R | …' or 'rank R | …', got {line!r}")
-        rows[row[1], int(row[2])] = row[3].split()
+        key = row[1], int(row[2])
+        if key in rows or key[1] >= int(world):
+            raise PlanError(f"each of ranks 0..{int(world) - 1} has one line of each kind, got {line!r}")
+        rows[key] = row[3].split()
     home_rows = [(r, int(length)) for r in range(int(world)) for length in rows.get(("home", r), ())]
     lengths = [length for _, length in home_rows]
     segments: list[list[tuple[int, int, int]]] = [[] for _ in lengths]

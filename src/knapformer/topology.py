@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from knapformer.errors import ConfigurationError
+from knapformer.lengths import MAX_RANKS
 
+MAX_DIGITS = 7
 _BAG = re.compile(r"g(\d+)n(\d+)")
 
 
@@ -49,6 +51,8 @@ class Topology:
                     f"topology {spec!r}: {term!r} is not of the form g{{ranks per bag}}n{{number of bags}}, "
                     "as in g1n2+g2n1"
                 )
+            if max(len(match[1]), len(match[2])) > MAX_DIGITS or len(sizes) + int(match[2]) > MAX_RANKS:
+                raise ConfigurationError(f"topology {spec[:40]!r}: more than {MAX_RANKS} bags or ranks in one")
             sizes += [int(match[1])] * int(match[2])
         return cls(tuple(sizes), ranks_per_node)
 

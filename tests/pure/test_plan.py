@@ -84,7 +84,7 @@ def test_refuses_ranks_and_caps():
 
 def test_refuses_what_does_not_fit_its_sequences_and_ranks():
     plan = example()
-    with pytest.raises(PlanError, match="lengths must be at least 0, got -3"):
+    with pytest.raises(PlanError, match=r"lengths must be in 0\.\.2147483647, got -3\.\.30"):
         replace(plan, lengths=np.where(plan.lengths == 0, -3, plan.lengths))
     with pytest.raises(PlanError, match="5 sequences needs as many homes, got 4"):
         replace(plan, homes=plan.homes[1:])
@@ -98,7 +98,7 @@ def test_files_that_are_no_plans(tmp_path):
     content = example().to_dict()
     huge = json.loads(json.dumps(content))
     huge["sequences"][0]["length"] = 10**30
-    with pytest.raises(ConfigurationError, match="malformed"):
+    with pytest.raises(PlanError, match="lengths must be integers"):
         Plan.from_dict(huge)
     del content["sequences"][0]["home"]
     with pytest.raises(ConfigurationError, match="home"):

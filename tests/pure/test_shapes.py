@@ -98,8 +98,8 @@ def test_an_unknown_model_is_named_with_the_known_ones():
     [
         ({"num_heads": 2.5}, "num_heads must be an integer above 0, got 2.5"),
         ({"machine": {"ranks_per_node": 1.5}}, "ranks_per_node must be an integer above 0, got 1.5"),
-        ({"machine": {"nodes": ["first"]}}, "a cost file has a value of the wrong type"),
-        ({"machine": {"nodes": 3}}, "a cost file has a value of the wrong type"),
+        ({"machine": {"nodes": ["first"]}}, "nodes must be integers of at most 2147483647, got 'first'"),
+        ({"machine": {"nodes": 3}}, "nodes must list one number for each rank, got 3"),
         ({"width": 3}, "unknown keys in a cost file"),
     ],
 )

@@ -13,7 +13,7 @@ from knapformer.errors import CapacityError, ConfigurationError
 from knapformer.lengths import Lengths
 from knapformer.plan import Plan
 from knapformer.planners.evaluation import Evaluation, evaluate
-from knapformer.planners.problem import Caps, as_lengths, as_topology, cost_on, make_problem, rank_caps
+from knapformer.planners.problem import NO_CAP, Caps, as_lengths, as_topology, cost_on, make_problem, rank_caps
 from knapformer.topology import Topology
 
 __all__ = ["PLANNERS", "Evaluation", "evaluate", "make_plan"]
@@ -104,7 +104,7 @@ def _check_caps(planner: str, arrays: dict[str, Any], caps: tuple[int, ...], num
     held = np.bincount(
         arrays["segment_rank"], arrays["segment_end"] - arrays["segment_start"], minlength=num_ranks
     ).astype(np.int64)
-    over = np.flatnonzero(held > np.asarray(caps))
+    over = np.flatnonzero(held > np.asarray([min(cap, NO_CAP) for cap in caps]))
     if len(over):
         rank = int(over[0])
         raise CapacityError(f"{planner} would give rank {rank} {held[rank]} tokens, its cap is {caps[rank]}")
