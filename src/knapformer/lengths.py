@@ -152,6 +152,8 @@ def _parse_stream(values: Any, where: str) -> IntArray:
         values = values.tolist()
     if not isinstance(values, Sequence) or isinstance(values, str | bytes):
         raise LengthsError(f"{where}lengths must be a list of non-negative integers, got {values!r}")
+    if set(map(type, values)) <= {int} and (not values or 0 <= min(values) <= max(values) <= MAX_LENGTH_TOKENS):
+        return np.asarray(values, dtype=np.int64)
     for position, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, int | np.integer):
             raise LengthsError(f"{where}sequence {position}: a length must be an integer, got {value!r}")

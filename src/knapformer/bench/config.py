@@ -11,14 +11,14 @@ from knapformer.bench.workloads import parse_codes
 from knapformer.errors import ConfigurationError
 from knapformer.topology import Topology, uniform_topologies
 
-DEMO_CODES = "g1b1i640f4s0,g1b8i128f1s0"
-"""One video of 6400 visual tokens, then eight images of 64: the video alone outweighs the mean of the two ranks."""
+DEMO_CODES = "g1b1i672f4s0,g1b8i128f1s0"
+"""One video of 7056 visual tokens, then eight images of 64: the video alone outweighs the mean of the two ranks."""
 
 DEMO_HEADS, DEMO_HEAD_WIDTH = 7, 16
 """Seven heads, because the heads of real models (12, 24, 30, 38) seldom divide by the ranks that a long sequence needs
 either. Narrow ones with a long video leave a CPU much to compute for each byte, as GPUs with fast links have."""
 
-DEMO_STEPS = 24
+DEMO_STEPS = 20
 
 DTYPES = ("float32", "float64", "bfloat16")
 CHECKPOINTS = ("none", "block", "attention")
