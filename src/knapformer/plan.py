@@ -309,8 +309,8 @@ def _whole(name: str, value: Any) -> int:
 
 
 def _check_sizes(plan: Plan) -> None:
-    if not isinstance(plan.planner, str) or len(plan.planner.split()) > 1:
-        raise PlanError(f"a planner's name is one word, got {plan.planner!r}")
+    if not isinstance(plan.planner, str) or not plan.planner.isprintable():
+        raise PlanError(f"a planner's name is a line of text, got {plan.planner!r}")
     if plan.world_size > MAX_RANKS or plan.num_heads > MAX_HEADS:
         sizes = f"{plan.world_size} and {plan.num_heads}"
         raise PlanError(f"a plan may have {MAX_RANKS} ranks and {MAX_HEADS} heads at most, got {sizes}")

@@ -19,7 +19,7 @@ from knapformer.errors import PlanError
 from knapformer.lengths import MAX_RANKS
 from knapformer.plan import Plan
 
-_HEADER = re.compile(r"plan (\S*) world=(\d+) heads=(\d+) kv=(\d+)(?: offset=(\d+))?(?: cap=([\d,]+))?")
+_HEADER = re.compile(r"plan (.*?) world=(\d+) heads=(\d+) kv=(\d+)(?: offset=(\d+))?(?: cap=([\d,]+))?")
 _ROW = re.compile(r"(home|rank) (\d+) \|(.*)")
 _CELL = re.compile(r"(\d+)((?:\[\d+:\d+\]|\{\d+:\d+(?:@\d+:\d+)?\})*)")
 _PART = re.compile(r"\[(\d+):(\d+)\]|\{(\d+):(\d+)(?:@(\d+):(\d+))?\}")

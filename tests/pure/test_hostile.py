@@ -6,6 +6,7 @@ import json
 import random
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import pytest
 
 from knapformer import CostModel, Lengths, Machine, Plan, Topology, evaluate, make_plan
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError, PlanError
-from knapformer.plan_format import parse_plan
+from knapformer.plan_format import format_plan, parse_plan
 
 ROWS = [[1000, 50_000, 30_000], [7], [7], [3]]
 FILE = make_plan([[10], []], cost=CostModel(num_heads=4, hidden=64)).to_dict()
@@ -79,7 +80,7 @@ CASES: dict[str, tuple[type[KnapFormerError], Callable[[], Any]]] = {
     "a long sequence": (PlanError, changed([*SEQUENCE, "length"], 2**62)),
     "many ranks": (PlanError, changed(["world_size"], 10**12)),
     "a planner's number": (PlanError, changed(["planner"], 5)),
-    "a planner of two words": (PlanError, changed(["planner"], "a b")),
+    "a planner of two lines": (PlanError, changed(["planner"], "a\nb")),
     "half key heads": (PlanError, changed(["num_kv_heads"], 2.0)),
     "a rank before 0": (PlanError, changed(["group_offset"], -1)),
     "plan file of a list": (ConfigurationError, lambda: Plan.from_dict([1])),  # type: ignore[arg-type]
@@ -109,6 +110,11 @@ def test_wide_caps_are_no_caps(caps):
         assert np.array_equal(capped.segment_rank, free.segment_rank)
     else:
         assert not capped.rank_tokens[[0, 2]].any()
+
+
+def test_a_planner_may_have_two_words():
+    plan = replace(make_plan(ROWS), planner="by heads")
+    assert parse_plan(format_plan(plan)) == plan == Plan.from_dict(plan.to_dict())
 
 
 @pytest.mark.parametrize("read", [Plan.read, CostModel.read])
