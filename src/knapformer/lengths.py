@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -41,8 +41,10 @@ class Lengths:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "offsets"):
-            object.__setattr__(self, name, _column(name, getattr(self, name)))
-        streams = tuple((name, _column(f"stream {name!r}", part)) for name, part in self.streams)
+            object.__setattr__(self, name, integer_column(name, getattr(self, name), np.int64, LengthsError))
+        streams = tuple(
+            (name, integer_column(f"stream {name!r}", part, np.int64, LengthsError)) for name, part in self.streams
+        )
         object.__setattr__(self, "streams", streams)
         for name, part in (("tokens", self.tokens), *streams):
             if len(part) and not 0 <= part.min() <= part.max() <= MAX_LENGTH_TOKENS:
@@ -137,12 +139,18 @@ def parse_local_lengths(lengths: Any) -> dict[str, IntArray]:
     return {"": _parse_stream(lengths, "")}
 
 
-def _column(name: str, values: Any) -> IntArray:
-    """An array of its own, so that nobody else can change it."""
+def integer_column(name: str, values: Any, dtype: Any, error: type[KnapFormerError]) -> Any:
+    """An array of its own, so that nobody else can change it; nothing is rounded or wrapped.
+
+    Raises:
+        KnapFormerError: of type ``error``; the values are no integers of ``dtype``, or not in one dimension.
+    """
     given = np.asarray(values)
     if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise LengthsError(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
-    column = np.array(given, np.int64)
+        raise error(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
+    column = np.array(given, dtype)
+    if given.dtype != column.dtype and not np.array_equal(given, column):
+        raise error(f"{name} must be {column.dtype} integers, got {given.min()}..{given.max()}")
     column.setflags(write=False)
     return column
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from knapformer.cost import MAX_HEADS
 from knapformer.errors import ConfigurationError, PlanError
-from knapformer.lengths import MAX_LENGTH_TOKENS, MAX_RANKS, Lengths
+from knapformer.lengths import MAX_LENGTH_TOKENS, MAX_RANKS, Lengths, integer_column
 from knapformer.placement import Placement, Segment, Tile, check_cover, check_query_tiles
 
 __all__ = ["SCHEMA", "Placement", "Plan", "Segment", "Tile"]
@@ -85,7 +85,7 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
-            object.__setattr__(self, name, _column(name, getattr(self, name), dtype))
+            object.__setattr__(self, name, integer_column(name, getattr(self, name), dtype, PlanError))
         for name in ("world_size", "num_heads", "num_kv_heads", "group_offset"):
             object.__setattr__(self, name, _whole(name, getattr(self, name)))
         caps = tuple(_whole("max_tokens_per_rank", cap) for cap in self.max_tokens_per_rank)
@@ -288,18 +288,6 @@ class Plan:
 
 
 _TILE_COLUMNS = ("tile_rank", "tile_head_start", "tile_head_end", "tile_query_start", "tile_query_end")
-
-
-def _column(name: str, values: Any, dtype: Any) -> Array:
-    """An array of its own, so that nobody else can change it; nothing is rounded or wrapped."""
-    given = np.asarray(values)
-    if given.ndim != 1 or (len(given) and given.dtype.kind not in "iu"):
-        raise PlanError(f"{name} must be integers in one dimension, got {given.dtype} of shape {given.shape}")
-    column = np.array(given, dtype)
-    if given.dtype != column.dtype and not np.array_equal(given, column):
-        raise PlanError(f"{name} must be {column.dtype} integers, got {given.min()}..{given.max()}")
-    column.setflags(write=False)
-    return column
 
 
 def _whole(name: str, value: Any) -> int:

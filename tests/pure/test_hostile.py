@@ -67,6 +67,8 @@ CASES: dict[str, tuple[type[KnapFormerError], Callable[[], Any]]] = {
     "a number": (LengthsError, lambda: make_plan(5)),  # type: ignore[arg-type]
     "another cost": (ConfigurationError, lambda: make_plan([[1]], cost=5)),  # type: ignore[arg-type]
     "half a cap": (ConfigurationError, lambda: make_plan([[1]], max_tokens_per_rank=1.5)),  # type: ignore[arg-type]
+    "a cap that is true": (ConfigurationError, lambda: make_plan([[1], [2]], max_tokens_per_rank=[True, 5])),
+    "a cap without a dimension": (ConfigurationError, lambda: make_plan([[1], [2]], max_tokens_per_rank=np.array(50))),  # type: ignore[arg-type]
     "no offset": (PlanError, lambda: make_plan([[1]], group_offset=None)),  # type: ignore[arg-type]
     "many bags": (ConfigurationError, lambda: Topology.parse("g1n99999999999")),
     "bags of 5000 digits": (ConfigurationError, lambda: Topology.parse("g1n" + "9" * 5000)),
@@ -102,7 +104,10 @@ def test_is_one_of_our_errors(name):
         call()
 
 
-@pytest.mark.parametrize("caps", [sys.maxsize, 2**61, 2**63, [0, 2**63 - 1, 0, 2**63 - 1]])
+@pytest.mark.parametrize(
+    "caps",
+    [sys.maxsize, 2**61, 2**63, [0, 2**63, 0, 2**63], np.array([0, 2**40, 0, 2**40]), [0, 2**63 - 1, 0, 2**63 - 1]],
+)
 def test_wide_caps_are_no_caps(caps):
     free, capped = (make_plan(ROWS, max_tokens_per_rank=c) for c in (None, caps))
     assert evaluate(capped).makespan_s >= evaluate(free).makespan_s

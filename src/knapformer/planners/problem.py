@@ -76,9 +76,10 @@ def rank_caps(caps: Caps, lengths: Lengths) -> tuple[int, ...]:
         if caps != "auto":
             raise ConfigurationError(f"max_tokens_per_rank must be integers, 'auto' or None, got {caps!r}")
         return (math.ceil(AUTO_CAP * lengths.num_tokens / n),) * n
-    if not isinstance(caps, int | np.integer | Sequence | np.ndarray):
+    is_array = isinstance(caps, np.ndarray)
+    if not is_array and not isinstance(caps, int | np.integer | Sequence):
         raise ConfigurationError(f"max_tokens_per_rank must be integers, 'auto' or None, got {caps!r}")
-    per_rank = [caps] * n if isinstance(caps, int | np.integer) else list(np.atleast_1d(caps).tolist())
+    per_rank = [caps] * n if isinstance(caps, int | np.integer) else list(np.atleast_1d(caps) if is_array else caps)
     if len(per_rank) != n:
         raise ConfigurationError(f"max_tokens_per_rank lists {len(per_rank)} ranks, the balancing group has {n}")
     for cap in per_rank:
