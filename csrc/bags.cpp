@@ -1,9 +1,9 @@
-// KnapFormer's greedy (arXiv 2508.06001). Numbered steps, in each balancing group:
-//   1. Bags lie over consecutive ranks in ascending size.
-//   2. Heaviest sequence first, ties by id.
-//   3. A bag can hold it if mean work per rank × bag size ≥ its work, and its length ≥ the bag size.
-//   4. It goes to the least occupied bag that can hold it, else to the least occupied of the largest bags; occupancy is the
-//      bag's work over (mean work per rank × bag size); ties go to the first bag.
+// KnapFormer's greedy (arXiv 2508.06001), in each balancing group:
+//   Bags lie over consecutive ranks, the smallest first.
+//   Sequences are placed heaviest first. Equal ones go by id.
+//   A bag can hold a sequence if mean work per rank × bag size is at least its work, and the sequence has a token for each rank.
+//   The sequence goes to the least occupied bag that can hold it. If none can, it goes to the least occupied of the largest bags.
+//   A bag's occupancy is its work over (mean work per rank × bag size). Of equally occupied bags the first is taken.
 #include <algorithm>
 #include <numeric>
 

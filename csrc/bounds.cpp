@@ -1,21 +1,21 @@
-// The tight bound. Let a legal plan have makespan T.
-//   1. Every rank r has linear_r + attention_r + communication_r ≤ T: in a meeting by its definition; elsewhere communication
+// Why the tight bound holds. Let a legal plan have makespan T.
+//   Claim 1. Every rank r has linear_r + attention_r + communication_r ≤ T: in a meeting by its definition; elsewhere communication
 //      is 0. Times speed_r and summed: work + min speed · Σ communication_r ≤ T · Σ speed.
-//   2. Σ communication_r ≥ scale · Σ bytes received / link, since each exchange takes at least what comes in.
-//   3. Bytes of a sequence of length L: let rank j hold a share x of its tokens and y of its heads × rows. It works on
+//   Claim 2. Σ communication_r ≥ scale · Σ bytes received / link, since each exchange takes at least what comes in.
+//   Claim 3. Bytes of a sequence of length L: let rank j hold a share x of its tokens and y of its heads × rows. It works on
 //      κ ≥ y·H heads, so it receives 2κ·L(1−x) of k and v, and twice at least y·H·L − κ·x·L rows (q in, output out). The sum
 //      is linear in κ between its kinks: at least y(1−x)·H·L·min(4, 2/x).
-//   4. With a = attention, l = linear, p = l/(l+a) and u = T·max speed/(l+a): no rank does more than u of the sequence,
+//   Claim 4. With a = attention, l = linear, p = l/(l+a) and u = T·max speed/(l+a): no rank does more than u of the sequence,
 //      p·x + (1−p)·y ≤ u. Hence x ≤ u/p, y ≤ u/(1−p), and x·y ≤ (p·x + (1−p)·y)² / (4p(1−p)), so that
 //      Σ x·y ≤ min(1, u/p, u/(1−p), u/(4p(1−p))), the share that can stay where it is.
-//   5. So a sequence moves at least (1 − Σ x·y)·H·L·min(4, 2/min(1, u/p)) bytes-per-head-token, falling in T; none if u ≥ 1.
-//   6. Of these, bytes between nodes: let a set of nodes hold the share x of the tokens and y of the heads × rows, the others
-//      the rest. As in 3, with x ≥ 1/2: one side receives at least 2(y/x)(1−x), the other 4x(1−y) (times H·L), together
+//   Claim 5. So a sequence moves at least (1 − Σ x·y)·H·L·min(4, 2/min(1, u/p)) bytes-per-head-token, falling in T; none if u ≥ 1.
+//   Claim 6. Of these, bytes between nodes: let a set of nodes hold the share x of the tokens and y of the heads × rows, the others
+//      the rest. As in claim 3, with x ≥ 1/2: one side receives at least 2(y/x)(1−x), the other 4x(1−y) (times H·L), together
 //      falling in y. Shares of work per node are at most v = T·largest node's speed/(l+a), so that some set of nodes does
 //      between 1/3 and max(2/3, v) of it (one node, or small ones together); the side with x ≥ 1/2 then has
 //      p·x + (1−p)·y ≤ Z = max(2/3, v). The least of this over x is found on a grid, each interval bounded from below; it falls
 //      in T; none if v ≥ 1.
-//   7. The bound is the least T that satisfies 1; the set of such T is an upward ray, and bisection finds its end from below.
+//   Claim 7. The bound is the least T that satisfies claim 1; the set of such T is an upward ray, and bisection finds its end from below.
 // Rounding to heads is no part of it: tiles over query rows lift it. Caps are left out, and that a meeting waits for its slowest.
 #include "bounds.hpp"
 
@@ -40,7 +40,7 @@ Shares shares_of(const Problem& problem, int32_t s, double rank_speed, double no
           problem.num_heads * static_cast<double>(problem.lengths[s]) * problem.bytes_per_head_token};
 }
 
-// Steps 3 to 5.
+// Claims 3 to 5.
 double least_bytes(const Shares& of) {
   const double u = of.most_of_rank, p = of.linear, q = of.attention;
   if (u >= 1.0) return 0.0;
@@ -52,7 +52,7 @@ double least_bytes(const Shares& of) {
   return (1.0 - stay) * std::min(4.0, 2.0 / most_tokens) * of.unit_bytes;
 }
 
-// Step 6.
+// Claim 6.
 double least_bytes_between_nodes(const Shares& of) {
   if (of.most_of_node >= 1.0) return 0.0;
   const double most = std::max(2.0 / 3.0, of.most_of_node);
@@ -66,7 +66,7 @@ double least_bytes_between_nodes(const Shares& of) {
   return least * of.unit_bytes;
 }
 
-// Step 2, of one sequence.
+// Claim 2, of one sequence.
 double least_communication_s(const Problem& problem, const Shares& shares) {
   const double all = least_bytes(shares), far = least_bytes_between_nodes(shares);
   const double inter = problem.inter_bytes_per_s, intra = problem.intra_bytes_per_s;

@@ -9,7 +9,7 @@
 
 #include "baselines.hpp"
 #include "bounds.hpp"
-#include "evaluate.hpp"
+#include "evaluation.hpp"
 #include "moldable/moldable.hpp"
 #include "problem.hpp"
 

@@ -9,7 +9,7 @@
 #include <optional>
 
 #include "baselines.hpp"
-#include "evaluate.hpp"
+#include "evaluation.hpp"
 #include "moldable/relabel.hpp"
 #include "moldable/search.hpp"
 

@@ -1,11 +1,13 @@
-// The evaluator. Numbered steps:
-//   1. Loads: each segment adds tokens, each tile its share of heads × rows, over the rank's speed.
-//   2. Traffic of each split sequence, before (q, k, v) and after (output) attention, inside and between nodes.
-//      k and v go once to each rank per head that it works on, q and the output by the query rows of its tiles. Sums per
-//      node stand in for pairs of ranks, so the cost is linear in segments + tiles.
-//   3. A rank's communication: for each exchange the larger of what it sends and receives over the link, near and far added.
-//   4. A rank in no meeting takes linear + attention; a meeting takes the largest of each of the three phases over its ranks.
-#include "evaluate.hpp"
+// The evaluator, in four parts:
+//   Loads. Each segment adds its tokens to its rank, and each tile its share of heads × rows. Both are divided by the rank's speed.
+//   Traffic of each split sequence, before attention (q, k, v) and after it (output), inside and between nodes.
+//      k and v go to a rank once for each head that it works on. q and the output go by the query rows of its tiles.
+//      Sums over a node stand in for pairs of ranks, so that the cost is linear in segments + tiles.
+//   Communication of each rank. For each exchange it is the larger of what the rank sends and what it receives, over the link's
+//      bandwidth. Inside and between nodes are added.
+//   Makespan. A rank in no meeting takes linear + attention. A meeting takes the largest linear phase, the largest attention and the
+//      largest communication of its ranks.
+#include "evaluation.hpp"
 
 #include <algorithm>
 #include <array>
@@ -67,7 +69,7 @@ class Evaluator {
     int64_t tokens = 0, kv_heads = 0, full_heads = 0;
   };
 
-  // Step 1.
+  // Loads.
   void add_loads(int32_t s) {
     for (int64_t k = v_.segment_offsets[s]; k < v_.segment_offsets[s + 1]; ++k) {
       const int32_t r = v_.segment_rank[k];
@@ -99,7 +101,7 @@ class Evaluator {
     for (int64_t k = v_.tile_offsets[s]; k < v_.tile_offsets[s + 1]; ++k) touch(s, v_.tile_rank[k]);
   }
 
-  // Step 2.
+  // Traffic.
   void add_traffic(int32_t s) {
     ++result_.num_split;
     std::sort(ranks_.begin(), ranks_.end());
@@ -186,7 +188,7 @@ class Evaluator {
     result_.bytes += 2.0 * bytes;
   }
 
-  // Steps 3 and 4.
+  // Communication and makespan.
   void finish() {
     auto& e = result_;
     for (int32_t r = 0; r < p_.num_ranks; ++r) {
