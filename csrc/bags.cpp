@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "baselines.hpp"
+#include "simple_planners.hpp"
 
 namespace knapformer {
 namespace {

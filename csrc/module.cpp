@@ -7,7 +7,7 @@
 
 #include <utility>
 
-#include "baselines.hpp"
+#include "simple_planners.hpp"
 #include "bounds.hpp"
 #include "evaluation.hpp"
 #include "moldable/moldable.hpp"

@@ -11,7 +11,9 @@ constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expect
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kLeastScaleOfLarge = 0.7;  // in large steps
 constexpr double kShares[] = {0.98, 0.7};
-constexpr int kClimbs = 12;
+constexpr int kAdjustments = 12;
+constexpr size_t kHeaviestAnchors = 6;  // whose groups are adjusted
+constexpr int32_t kMoreRanks[] = {1, -1, 2, 4};
 
 bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>& b) {
   return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const AnchorSize& x, const AnchorSize& y) {
@@ -27,7 +29,7 @@ bool same_groups(const std::vector<Group>& a, const std::vector<Group>& b) {
 
 }  // namespace
 
-Candidates::Candidates(const Problem& problem, double effort) : p_(problem), solver_(problem), effort_(effort) {
+Candidates::Candidates(const Problem& problem, double share_of_tries) : p_(problem), solver_(problem), share_of_tries_(share_of_tries) {
   const auto all_equal = [](const auto& values) {
     return std::all_of(values.begin(), values.end(), [&](const auto& value) { return value == values.front(); });
   };
@@ -40,30 +42,30 @@ std::vector<Candidate> Candidates::of(int32_t container) {
   std::vector<std::vector<AnchorSize>> tried;
   for (double share : kShares) {
     for (double scale : kScales) {
-      if (effort_ < 1.0 && scale < kLeastScaleOfLarge) continue;
+      if (share_of_tries_ < 1.0 && scale < kLeastScaleOfLarge) continue;
       for (double target : kTargets) {
         for (bool whole_nodes : {false, true}) {
           auto sizes = size_anchors(p_, {target * expected, share, scale, whole_nodes});
           const auto same = [&](const auto& other) { return same_sizes(sizes, other); };
           if (std::any_of(tried.begin(), tried.end(), same)) continue;
           tried.push_back(sizes);
-          Candidate layout = promise(std::move(sizes), container);
+          Candidate layout = estimate(std::move(sizes), container);
           const auto equal = [&](const Candidate& other) { return same_groups(layout.groups, other.groups); };
           if (std::none_of(found.begin(), found.end(), equal)) found.push_back(std::move(layout));
         }
       }
     }
   }
-  const auto below = [](const Candidate& a, const Candidate& b) { return a.promise_s < b.promise_s; };
+  const auto below = [](const Candidate& a, const Candidate& b) { return a.estimate_s < b.estimate_s; };
   std::stable_sort(found.begin(), found.end(), below);
-  climb(found);
+  adjust_sizes(found);
   return found;
 }
 
 // Single ranks, and in small steps also pairs, fours and nodes.
 std::vector<int32_t> Candidates::containers() const {
   std::vector<int32_t> sizes{1};
-  if (effort_ < 1.0 || p_.num_ranks > kContainerRanks) return sizes;
+  if (share_of_tries_ < 1.0 || p_.num_ranks > kContainerRanks) return sizes;
   const int32_t node = largest_node(p_);
   for (int32_t size : {2, 4, node}) {
     if (size > sizes.back() && size <= node) sizes.push_back(size);
@@ -71,7 +73,8 @@ std::vector<int32_t> Candidates::containers() const {
   return sizes;
 }
 
-// Work plus the communication of the smallest groups that would meet it, over all ranks: a fixed point.
+// The lower bound plus the communication of the smallest groups that would meet it, spread over all ranks. The makespan is on
+// both sides, so it is computed three times.
 double Candidates::expected_makespan() const {
   const double base = p_.lower_bound_s();
   double expected = base;
@@ -86,7 +89,7 @@ double Candidates::expected_makespan() const {
   return expected;
 }
 
-Candidate Candidates::promise(std::vector<AnchorSize> sizes, int32_t container) {
+Candidate Candidates::estimate(std::vector<AnchorSize> sizes, int32_t container) {
   Candidate layout;
   layout.container = container;
   layout.groups = lay_out(p_, sizes, container);
@@ -98,17 +101,17 @@ Candidate Candidates::promise(std::vector<AnchorSize> sizes, int32_t container) 
     double size = 0.0;
     for (int32_t r : group.ranks) size += p_.speeds[r];
     const double alone = alone_s(group);
-    if (std::isinf(alone)) {  // house() will merge it
-      layout.promise_s = alone;
+    if (std::isinf(alone)) {  // Search::make_room will merge it
+      layout.estimate_s = alone;
       continue;
     }
     layout.overhead_s[k] = alone * size - anchor_work_s(p_, group);
-    if (alone > layout.promise_s) {
-      layout.promise_s = alone;
+    if (alone > layout.estimate_s) {
+      layout.estimate_s = alone;
       layout.slowest = k;
     }
   }
-  layout.promise_s = std::max({layout.promise_s, fill_level(layout), heaviest_filler_s(layout.sizes)});
+  layout.estimate_s = std::max({layout.estimate_s, fill_level(layout), heaviest_filler_s(layout.sizes)});
   return layout;
 }
 
@@ -132,14 +135,15 @@ double Candidates::alone_s(const Group& group) {
   return at->second;
 }
 
-// The time of the heaviest sequence that is no anchor on the fastest rank; anchors are the heaviest sequences.
+// The time of the heaviest filler on the fastest rank. Anchors are the heaviest sequences.
 double Candidates::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
   if (anchors.size() == p_.lengths.size()) return 0.0;
   return p_.work_s[p_.heaviest_first[anchors.size()]] / *std::max_element(p_.speeds.begin(), p_.speeds.end());
 }
 
-// The level up to which fillers, poured in, fill the groups. Where that leaves a group more tokens than its caps hold (at the
-// fillers' mean work per token), the fillers are packed one by one instead, or, in large steps, the caps cut the pouring.
+// The level up to which the fillers, poured in like a liquid, fill the groups. A group may then hold more tokens than its caps
+// allow (at the fillers' mean work per token). In small steps the fillers are packed one by one in that case. In large steps no
+// more is poured into a group than its caps allow.
 double Candidates::fill_level(Candidate& layout) const {
   std::vector<Bin> bins = open_bins(p_, layout.groups, layout.overhead_s);
   std::vector<double> size, base, most;
@@ -160,7 +164,7 @@ double Candidates::fill_level(Candidate& layout) const {
   water_fill(work, base, size, std::vector<double>(size.size(), std::numeric_limits<double>::infinity()), poured);
   bool overflow = false;
   for (size_t k = 0; k < size.size(); ++k) overflow = overflow || poured[k] > most[k];
-  if (overflow && effort_ == 1.0) {
+  if (overflow && share_of_tries_ == 1.0) {
     layout.is_packed = true;
     const bool fits = pack(bins, fillers_of(p_, layout.groups)).empty();
     return fits ? bins[Levels(bins).highest()].level() : std::numeric_limits<double>::infinity();
@@ -174,23 +178,23 @@ double Candidates::fill_level(Candidate& layout) const {
   return level;
 }
 
-// From the best layout: one rank more or less for an anchor, as long as the promise falls. Those found come first.
-void Candidates::climb(std::vector<Candidate>& layouts) {
-  const int rounds = std::max(3, static_cast<int>(effort_ * kClimbs));
+// The layouts found come first.
+void Candidates::adjust_sizes(std::vector<Candidate>& layouts) {
+  const int rounds = std::max(3, static_cast<int>(share_of_tries_ * kAdjustments));
   for (int round = 0; round < rounds && !layouts[0].sizes.empty(); ++round) {
     Candidate best;
-    best.promise_s = layouts[0].promise_s * (1.0 - 1e-5);
+    best.estimate_s = layouts[0].estimate_s * (1.0 - 1e-5);
     bool found = false;
     for (size_t k = 0; k < layouts[0].sizes.size(); ++k) {
       const auto& slow = layouts[0].groups[layouts[0].slowest].anchors;
-      const bool slowest = std::find(slow.begin(), slow.end(), layouts[0].sizes[k].sequence) != slow.end();
-      if (!slowest && k >= 6) continue;
-      for (int32_t step : {1, -1, 2, 4}) {
+      const bool is_slowest = std::find(slow.begin(), slow.end(), layouts[0].sizes[k].sequence) != slow.end();
+      if (!is_slowest && k >= kHeaviestAnchors) continue;
+      for (int32_t more : kMoreRanks) {
         auto sizes = layouts[0].sizes;
-        sizes[k].ranks += step;
+        sizes[k].ranks += more;
         if (sizes[k].ranks < 2 || sizes[k].ranks > p_.num_ranks) continue;
-        Candidate next = promise(std::move(sizes), layouts[0].container);
-        if (next.promise_s < best.promise_s) {
+        Candidate next = estimate(std::move(sizes), layouts[0].container);
+        if (next.estimate_s < best.estimate_s) {
           best = std::move(next);
           found = true;
         }

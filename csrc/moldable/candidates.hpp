@@ -1,52 +1,54 @@
-// Which groups a search may start from, and what each choice promises.
+// The phase "estimates" (docs/planning.md): which layouts the search may start from, and how good each can be.
 #pragma once
 
 #include <map>
 #include <vector>
 
-#include "moldable/group.hpp"
+#include "moldable/group_solver.hpp"
 #include "moldable/layout.hpp"
 
 namespace knapformer {
 
-// Anchors' group sizes with what they promise before any filler is placed.
+// A layout with its estimate, before any filler is placed.
 struct Candidate {
   std::vector<AnchorSize> sizes;
   int32_t container = 1;
   std::vector<Group> groups;
   std::vector<double> overhead_s;  // (groups) rank time beyond work, anchors alone
-  double promise_s = 0.0;
+  double estimate_s = 0.0;
   size_t slowest = 0;      // group
-  bool is_packed = false;  // the promise is that of fillers packed under caps, which settling often beats
+  // Whether the estimate packed the fillers one by one because of caps. Packing with the groups solved is often better.
+  bool is_packed = false;
 };
 
-// Numbered steps:
-//   1. Layouts for several targets and scales (layout.hpp), each distinct one once, also with groups of whole nodes.
-//   2. What each promises: the makespan at which its groups, anchors solved alone and their overhead kept, would hold all fillers
-//      if those were a liquid. Sizes of the slowest or costliest anchors are changed by one while the promise falls.
+// Layouts are made for several targets and scales (layout.hpp), also with groups of whole nodes. Each distinct one is kept once.
+// A layout's estimate is the makespan that its groups would have if the fillers were a liquid: each group is solved with its
+// anchors alone, what it takes beyond their work is its overhead, and the fillers are then poured over all groups to one level.
+// From the layout with the best estimate, the groups of the slowest and of the heaviest anchors get 1, 2 or 4 ranks more or 1
+// rank less, as long as the estimate falls.
 class Candidates {
  public:
-  // `effort`: 1 for small steps, less for large ones.
-  Candidates(const Problem& problem, double effort);
+  // `share_of_tries`: 1 for small steps, less for large ones.
+  Candidates(const Problem& problem, double share_of_tries);
 
   // The ranks per group for the ranks that no anchor took: single ranks, and in small steps also pairs, fours and nodes.
   std::vector<int32_t> containers() const;
-  // The candidates with such groups, best promise first.
+  // The layouts with such groups, best estimate first.
   std::vector<Candidate> of(int32_t container);
 
  private:
   double expected_makespan() const;
-  Candidate promise(std::vector<AnchorSize> sizes, int32_t container);
+  Candidate estimate(std::vector<AnchorSize> sizes, int32_t container);
   double alone_s(const Group& group);
   double fill_level(Candidate& layout) const;
   double heaviest_filler_s(const std::vector<AnchorSize>& anchors) const;
-  void climb(std::vector<Candidate>& layouts);
+  void adjust_sizes(std::vector<Candidate>& layouts);
 
   const Problem& p_;
   GroupSolver solver_;
-  double effort_;
-  bool equal_ranks_;                                // speeds and caps
-  std::map<std::vector<int32_t>, double> alone_s_;  // makespans of groups without fillers, of this step
+  double share_of_tries_;
+  bool equal_ranks_;                                // all speeds are equal, and all caps
+  std::map<std::vector<int32_t>, double> alone_s_;  // makespans of groups without fillers
 };
 
 double anchor_work_s(const Problem& problem, const Group& group);

@@ -110,7 +110,7 @@ class FreeRanks {
   size_t first_ = 0;  // no node before it has any left
 };
 
-// Step 4: the group whose work per rank stays lowest among those with token room, if there are any.
+// The group whose work per rank stays lowest. Groups that have room for the tokens go before those that have not.
 void join_lowest(const Problem& problem, std::vector<Group>& groups, int32_t sequence) {
   size_t best = 0;
   double lowest = std::numeric_limits<double>::infinity();

@@ -1,14 +1,17 @@
-// Numbered steps:
-//   1. Whole sequences, unless one of them alone exceeds the bound.
-//   2. Where that is not as good as the bound, the search for groups (search.hpp), then equal ranks and sequences exchanged so that more stays home (relabel.hpp).
-//   3. The other planners' plans, where a quick bound leaves them a chance and they keep the caps.
-//   4. The lowest makespan wins, then the fewest bytes, then the fewest splits.
+// The phases of moldable (docs/planning.md and csrc/README.md name them too):
+//   Whole. Whole sequences are packed, unless one of them alone exceeds the lower bound. If the result is as good as the bound,
+//      nothing is split.
+//   Layouts (layout.hpp), estimates (candidates.hpp), packing and improving (search.hpp), sharing inside a group
+//      (group_solver.hpp). They find the groups and what goes into them.
+//   Home (relabel.hpp). Equal ranks and equal sequences are exchanged so that more tokens stay home.
+//   Contest. The other planners' plans are compared too, where a quick bound leaves them a chance and they keep the caps. The
+//      lowest makespan wins, then the fewest bytes, then the fewest splits.
 #include "moldable/moldable.hpp"
 
 #include <algorithm>
 #include <optional>
 
-#include "baselines.hpp"
+#include "simple_planners.hpp"
 #include "evaluation.hpp"
 #include "moldable/relabel.hpp"
 #include "moldable/search.hpp"
@@ -56,7 +59,7 @@ PlanColumns home_aware_plan(const Problem& problem, std::vector<Placement> place
   return plan;
 }
 
-// Without the caps, and under them where that breaks one.
+// The phase "whole": first without the caps, then under them if the first plan breaks one.
 void enter_whole(const Problem& problem, Contest& contest) {
   for (bool keep_caps : {false, true}) {
     const auto rank_of = choose_whole(problem, keep_caps);
@@ -73,8 +76,9 @@ double heaviest_alone_s(const Problem& problem) {
          *std::max_element(problem.speeds.begin(), problem.speeds.end());
 }
 
-// A makespan that even splits over at least `size` ranks each cannot beat: the work and, of every sequence that has a token for
-// each of those ranks, three inputs and one output of the heads that its tokens' ranks do not have, floors included.
+// A makespan that even splits over at least `size` ranks each cannot beat. It is the work and the communication of every sequence
+// that has a token for each of those ranks: q, k, v and output of the heads that its tokens' ranks do not compute. Equal parts are
+// rounded down to whole tokens, which the bound allows for.
 double even_split_bound_s(const Problem& problem, int32_t size) {
   const double g = size;
   double bytes = 0.0;
@@ -102,7 +106,7 @@ int32_t smallest_node(const Problem& problem) {
   return *std::min_element(count.begin(), count.end());
 }
 
-// Step 3. A bound is compared with a little room for its own rounding.
+// The phase "contest". A bound is compared with a little room for its own rounding.
 void enter_others(const Problem& problem, Contest& contest) {
   const auto has_chance = [&](double bound_s) { return bound_s * (1.0 - 1e-12) < contest.makespan_s(); };
   if (has_chance(home_makespan_s(problem))) contest.enter(plan_home(problem));

@@ -4,9 +4,9 @@
 
 namespace knapformer {
 
-// Placement made for each step: long sequences over just enough ranks, short ones whole, shares uneven where that levels the
-// load. Keeps the caps, whose sum must hold all tokens. Never worse than home, whole, ulysses or uniform power-of-two bags,
-// each where it keeps the caps.
+// The planner `moldable` chooses the placement anew for each step: long sequences over just enough ranks, short ones whole, and
+// uneven shares where these level the load. It keeps the caps, which together must hold all tokens. It is never worse than home,
+// whole, ulysses or uniform bags of 2^k ranks, each where it keeps the caps.
 PlanColumns plan_moldable(const Problem& problem);
 
 }  // namespace knapformer

@@ -46,7 +46,7 @@ std::vector<std::pair<int32_t, int64_t>> counts(std::vector<int32_t> ranks) {
   return found;
 }
 
-// Step 1.
+// Stays.
 std::vector<Stay> stays(const Problem& p, const std::vector<Placement>& placements) {
   std::vector<Stay> found;
   for (size_t s = 0; s < placements.size(); ++s) {
@@ -71,50 +71,62 @@ std::vector<Stay> stays(const Problem& p, const std::vector<Placement>& placemen
 // What must be equal for two ranks to be exchanged inside matched nodes.
 std::pair<double, int64_t> kind(const Problem& p, int32_t rank) { return {p.speeds[rank], p.max_tokens[rank]}; }
 
-// Step 2: the new rank of each rank.
-std::vector<int32_t> new_ranks(const Problem& p, const std::vector<Stay>& stays) {
-  const auto num_nodes = static_cast<size_t>(p.num_nodes);
-  std::vector<std::vector<int32_t>> nodes(num_nodes);
-  std::vector<size_t> place(p.num_ranks);  // of a rank in its node
-  for (int32_t r = 0; r < p.num_ranks; ++r) {
-    place[r] = nodes[p.node_index[r]].size();
-    nodes[p.node_index[r]].push_back(r);
+// The ranks of each node, and each rank's position among them.
+struct NodeRanks {
+  explicit NodeRanks(const Problem& p) : ranks(static_cast<size_t>(p.num_nodes)), position(p.num_ranks) {
+    for (int32_t r = 0; r < p.num_ranks; ++r) {
+      position[r] = ranks[p.node_index[r]].size();
+      ranks[p.node_index[r]].push_back(r);
+    }
   }
-  std::vector<std::vector<std::pair<double, int64_t>>> kinds(num_nodes);
-  for (size_t n = 0; n < num_nodes; ++n) {
-    for (int32_t r : nodes[n]) kinds[n].push_back(kind(p, r));
-    std::sort(kinds[n].begin(), kinds[n].end());
+  std::vector<std::vector<int32_t>> ranks;
+  std::vector<size_t> position;
+};
+
+// The node whose names each node's ranks get. Only nodes with the same kinds of ranks are matched.
+std::vector<size_t> match_nodes(const Problem& p, const NodeRanks& nodes, const std::vector<Stay>& stays) {
+  const size_t n = nodes.ranks.size();
+  std::vector<std::vector<std::pair<double, int64_t>>> kinds(n);
+  for (size_t a = 0; a < n; ++a) {
+    for (int32_t r : nodes.ranks[a]) kinds[a].push_back(kind(p, r));
+    std::sort(kinds[a].begin(), kinds[a].end());
   }
-  std::vector<double> value(num_nodes * num_nodes, kForbidden);
-  for (size_t a = 0; a < num_nodes; ++a) {
-    for (size_t b = 0; b < num_nodes; ++b) value[a * num_nodes + b] = kinds[a] == kinds[b] ? 0.0 : kForbidden;
+  std::vector<double> value(n * n, kForbidden);
+  for (size_t a = 0; a < n; ++a) {
+    for (size_t b = 0; b < n; ++b) value[a * n + b] = kinds[a] == kinds[b] ? 0.0 : kForbidden;
   }
   for (const auto& x : stays) {
-    double& v = value[p.node_index[x.from] * num_nodes + p.node_index[x.to]];
+    double& v = value[p.node_index[x.from] * n + p.node_index[x.to]];
     if (v >= 0.0) v += x.tokens;
   }
-  const auto node_of = best_assignment(value, num_nodes);
-  std::vector<std::vector<double>> inside(num_nodes);
-  for (size_t n = 0; n < num_nodes; ++n) {
-    for (int32_t i : nodes[n]) {
-      for (int32_t r : nodes[node_of[n]]) inside[n].push_back(kind(p, i) == kind(p, r) ? 0.0 : kForbidden);
+  return best_assignment(value, n);
+}
+
+// Names: the new rank of each rank.
+std::vector<int32_t> new_ranks(const Problem& p, const std::vector<Stay>& stays) {
+  const NodeRanks nodes(p);
+  const auto node_of = match_nodes(p, nodes, stays);
+  std::vector<std::vector<double>> value(nodes.ranks.size());
+  for (size_t n = 0; n < nodes.ranks.size(); ++n) {
+    for (int32_t i : nodes.ranks[n]) {
+      for (int32_t r : nodes.ranks[node_of[n]]) value[n].push_back(kind(p, i) == kind(p, r) ? 0.0 : kForbidden);
     }
   }
   for (const auto& x : stays) {
     const auto n = static_cast<size_t>(p.node_index[x.from]);
     if (node_of[n] != static_cast<size_t>(p.node_index[x.to])) continue;
-    double& v = inside[n][place[x.from] * nodes[n].size() + place[x.to]];
+    double& v = value[n][nodes.position[x.from] * nodes.ranks[n].size() + nodes.position[x.to]];
     if (v >= 0.0) v += x.tokens;
   }
   std::vector<int32_t> renamed(p.num_ranks);
-  for (size_t n = 0; n < num_nodes; ++n) {
-    const auto to = best_assignment(inside[n], nodes[n].size());
-    for (size_t i = 0; i < nodes[n].size(); ++i) renamed[nodes[n][i]] = nodes[node_of[n]][to[i]];
+  for (size_t n = 0; n < nodes.ranks.size(); ++n) {
+    const auto to = best_assignment(value[n], nodes.ranks[n].size());
+    for (size_t i = 0; i < nodes.ranks[n].size(); ++i) renamed[nodes.ranks[n][i]] = nodes.ranks[node_of[n]][to[i]];
   }
   return renamed;
 }
 
-// Step 3.
+// Equal sequences.
 void exchange_equals(const Problem& p, std::vector<Placement>& placements) {
   for (const auto& sequences : equal_sequences(p, placements)) {
     if (sequences.size() < 2) continue;
@@ -144,6 +156,7 @@ void exchange_equals(const Problem& p, std::vector<Placement>& placements) {
   }
 }
 
+// Pairs by falling value, each where both are still free.
 std::vector<size_t> greedy_assignment(const std::vector<double>& value, size_t n) {
   std::vector<std::tuple<double, size_t, size_t>> pairs;
   for (size_t i = 0; i < n; ++i) {
@@ -166,33 +179,46 @@ std::vector<size_t> greedy_assignment(const std::vector<double>& value, size_t n
   return column;
 }
 
-}  // namespace
+// The Hungarian method: rows are assigned one by one, each along a shortest augmenting path with potentials. Rows and columns count
+// from 1, and 0 stands for none. A pair that is not allowed costs more than any permutation of allowed ones.
+class Hungarian {
+ public:
+  Hungarian(const std::vector<double>& value, size_t n)
+      : value_(value),
+        n_(n),
+        forbidden_cost_(1.0 + 2.0 * static_cast<double>(n) * *std::max_element(value.begin(), value.end())),
+        row_potential_(n + 1, 0.0),
+        column_potential_(n + 1, 0.0),
+        row_of_(n + 1, 0) {}
 
-// The Hungarian method: rows one by one, each along a shortest augmenting path with potentials. A pair that is not allowed costs
-// more than any permutation of allowed ones.
-std::vector<size_t> best_assignment(const std::vector<double>& value, size_t n) {
-  if (n > kExactAssignment) return greedy_assignment(value, n);
-  const double infinite = std::numeric_limits<double>::infinity();
-  const double forbidden_cost = 1.0 + 2.0 * static_cast<double>(n) * *std::max_element(value.begin(), value.end());
-  const auto cost = [&](size_t i, size_t j) {
-    const double v = value[(i - 1) * n + (j - 1)];
-    return v < 0.0 ? forbidden_cost : -v;
-  };
-  std::vector<double> row_potential(n + 1, 0.0), column_potential(n + 1, 0.0);
-  std::vector<size_t> row_of(n + 1, 0), previous(n + 1, 0);
-  for (size_t i = 1; i <= n; ++i) {
-    std::vector<double> least(n + 1, infinite);
-    std::vector<char> done(n + 1, 0);
+  std::vector<size_t> columns() {
+    for (size_t row = 1; row <= n_; ++row) assign(row);
+    std::vector<size_t> column(n_);
+    for (size_t j = 1; j <= n_; ++j) column[row_of_[j] - 1] = j - 1;
+    return column;
+  }
+
+ private:
+  double cost(size_t i, size_t j) const {
+    const double v = value_[(i - 1) * n_ + (j - 1)];
+    return v < 0.0 ? forbidden_cost_ : -v;
+  }
+
+  void assign(size_t new_row) {
+    const double infinite = std::numeric_limits<double>::infinity();
+    std::vector<double> least(n_ + 1, infinite);
+    std::vector<size_t> previous(n_ + 1, 0);
+    std::vector<char> done(n_ + 1, 0);
     size_t at = 0;
-    row_of[0] = i;
+    row_of_[0] = new_row;
     do {
       done[at] = 1;
-      const size_t row = row_of[at];
+      const size_t row = row_of_[at];
       size_t next = 0;
       double step = infinite;
-      for (size_t j = 1; j <= n; ++j) {
+      for (size_t j = 1; j <= n_; ++j) {
         if (done[j]) continue;
-        const double reduced = cost(row, j) - row_potential[row] - column_potential[j];
+        const double reduced = cost(row, j) - row_potential_[row] - column_potential_[j];
         if (reduced < least[j]) {
           least[j] = reduced;
           previous[j] = at;
@@ -202,21 +228,34 @@ std::vector<size_t> best_assignment(const std::vector<double>& value, size_t n) 
           next = j;
         }
       }
-      for (size_t j = 0; j <= n; ++j) {
-        if (done[j]) {
-          row_potential[row_of[j]] += step;
-          column_potential[j] -= step;
-        } else {
-          least[j] -= step;
-        }
-      }
+      shift_potentials(step, done, least);
       at = next;
-    } while (row_of[at] != 0);
-    for (; at != 0; at = previous[at]) row_of[at] = row_of[previous[at]];
+    } while (row_of_[at] != 0);
+    for (; at != 0; at = previous[at]) row_of_[at] = row_of_[previous[at]];
   }
-  std::vector<size_t> column(n);
-  for (size_t j = 1; j <= n; ++j) column[row_of[j] - 1] = j - 1;
-  return column;
+
+  void shift_potentials(double step, const std::vector<char>& done, std::vector<double>& least) {
+    for (size_t j = 0; j <= n_; ++j) {
+      if (done[j]) {
+        row_potential_[row_of_[j]] += step;
+        column_potential_[j] -= step;
+      } else {
+        least[j] -= step;
+      }
+    }
+  }
+
+  const std::vector<double>& value_;
+  size_t n_;
+  double forbidden_cost_;
+  std::vector<double> row_potential_, column_potential_;
+  std::vector<size_t> row_of_;  // of each column
+};
+
+}  // namespace
+
+std::vector<size_t> best_assignment(const std::vector<double>& value, size_t n) {
+  return n > kExactAssignment ? greedy_assignment(value, n) : Hungarian(value, n).columns();
 }
 
 void keep_home(const Problem& problem, std::vector<Placement>& placements) {

@@ -1,10 +1,9 @@
-// Numbered steps:
-//   1, 2. Candidates (candidates.hpp).
-//   3. The most promising are settled: fillers to the lowest group, moves and swaps by level, groups solved; once more with the
-//      overhead that the groups then have.
-//   4. The best of those are improved: moves and swaps between the slowest group and fast ones, confirmed by solving both; where
-//      none helps, the slowest group merges with a fast one.
-//   5. The lowest makespan wins.
+// Packing. The fillers are packed into the groups of each layout of good estimate (candidates.hpp), heaviest first to the group of
+//    the lowest level, and then moved and swapped while that lowers the highest level. Then each group is solved. What a group
+//    takes beyond its work is its overhead, and the fillers are packed once more with it.
+// Improving. The best groupings are improved by moves and swaps between the slowest group and fast ones. Each is confirmed by
+//    solving both groups. Where none helps, the slowest group merges with a fast one.
+// The grouping of the lowest makespan wins.
 #include "moldable/search.hpp"
 
 #include <algorithm>
@@ -13,19 +12,19 @@
 namespace knapformer {
 namespace {
 
-constexpr double kFullEffort = 1500.0;  // sequences and ranks up to which nothing is cut short
-constexpr size_t kWork = 3'000'000, kWorkOfRank = 20'000;  // steps of the solver after which nothing more is tried
+constexpr double kSmallStep = 1500.0;  // sequences and ranks up to which no try is left out
+constexpr size_t kBudget = 3'000'000, kBudgetPerRank = 20'000;  // steps of the group solver after which nothing more is tried
 constexpr int kRounds = 2;
-constexpr size_t kSettled = 12;
-constexpr size_t kSettledContainers = 5;
+constexpr size_t kPackedLayouts = 12;
+constexpr size_t kPackedLayoutsOfContainers = 5;
 constexpr size_t kImproved = 6;
 constexpr size_t kBreadth = 12;
 constexpr size_t kMergeBreadth = 12;
 constexpr int kRefineSteps = 400;
 constexpr int kImproveSteps = 300;
 constexpr double kGain = 1e-7;
-constexpr double kFarOff = 1.06;       // over the best makespan so far: not worth a second round
-constexpr double kLevelEnough = 1e-4;  // over the mean level: refined enough before the groups are solved
+constexpr double kFarOff = 1.06;       // over the best makespan so far: such a grouping is not packed a second time
+constexpr double kLevelEnough = 1e-4;  // over the mean level: level enough before the groups are solved
 
 }  // namespace
 
@@ -38,36 +37,36 @@ double Grouping::makespan_s() const {
 Search::Search(const Problem& problem)
     : p_(problem),
       solver_(problem),
-      most_work_(kWork + kWorkOfRank * static_cast<size_t>(problem.num_ranks)),
-      effort_(std::min(1.0, kFullEffort / std::max<double>(1.0, problem.num_sequences() + problem.num_ranks))),
-      candidates_(problem, effort_) {}
+      budget_(kBudget + kBudgetPerRank * static_cast<size_t>(problem.num_ranks)),
+      share_of_tries_(std::min(1.0, kSmallStep / std::max<double>(1.0, problem.num_sequences() + problem.num_ranks))),
+      candidates_(problem, share_of_tries_) {}
 
 Grouping Search::run() {
-  const auto effort = [this](size_t full, size_t least) {
-    return std::max(least, static_cast<size_t>(effort_ * static_cast<double>(full)));
+  const auto tries = [this](size_t full, size_t least) {
+    return std::max(least, static_cast<size_t>(share_of_tries_ * static_cast<double>(full)));
   };
-  std::vector<std::pair<double, Grouping>> settled;
-  double best_settled = std::numeric_limits<double>::infinity();
+  std::vector<std::pair<double, Grouping>> packed;
+  double best_packed = std::numeric_limits<double>::infinity();
   for (int32_t container : candidates_.containers()) {
     auto candidates = candidates_.of(container);
-    candidates.resize(std::min(candidates.size(), effort(container == 1 ? kSettled : kSettledContainers, 3)));
+    candidates.resize(std::min(candidates.size(), tries(container == 1 ? kPackedLayouts : kPackedLayoutsOfContainers, 3)));
     for (const auto& candidate : candidates) {
-      if (!settled.empty() && (is_tired() || (!candidate.is_packed && candidate.promise_s >= best_settled))) continue;
-      Grouping grouping = settle(candidate, best_settled);
+      if (!packed.empty() && (is_budget_spent() || (!candidate.is_packed && candidate.estimate_s >= best_packed))) continue;
+      Grouping grouping = pack_groups(candidate, best_packed);
       const double makespan = grouping.makespan_s();
-      best_settled = std::min(best_settled, makespan);
-      settled.push_back({makespan, std::move(grouping)});
+      best_packed = std::min(best_packed, makespan);
+      packed.push_back({makespan, std::move(grouping)});
     }
   }
-  std::stable_sort(settled.begin(), settled.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  settled.resize(std::min(settled.size(), effort(kImproved, 2)));
+  std::stable_sort(packed.begin(), packed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
+  packed.resize(std::min(packed.size(), tries(kImproved, 2)));
   size_t best = 0;
-  for (size_t k = 0; k < settled.size(); ++k) {
-    improve(settled[k].second, kImproveSteps);
-    settled[k].first = settled[k].second.makespan_s();
-    if (settled[k].first < settled[best].first) best = k;
+  for (size_t k = 0; k < packed.size(); ++k) {
+    improve(packed[k].second, kImproveSteps);
+    packed[k].first = packed[k].second.makespan_s();
+    if (packed[k].first < packed[best].first) best = k;
   }
-  return std::move(settled[best].second);
+  return std::move(packed[best].second);
 }
 
 std::vector<Placement> Search::place(const Grouping& grouping) {
@@ -85,8 +84,8 @@ std::vector<Placement> Search::place(const Grouping& grouping) {
   return placements;
 }
 
-// Step 3.
-Grouping Search::settle(const Candidate& layout, double best_s) {
+// Packing.
+Grouping Search::pack_groups(const Candidate& layout, double best_s) {
   Grouping best, now;
   now.groups = layout.groups;
   auto overhead = layout.overhead_s;
@@ -98,7 +97,7 @@ Grouping Search::settle(const Candidate& layout, double best_s) {
       best_makespan = makespan;
       best = now;
     }
-    if (now.groups.size() != overhead.size() || makespan > kFarOff * best_s || is_tired()) break;
+    if (now.groups.size() != overhead.size() || makespan > kFarOff * best_s || is_budget_spent()) break;
     for (size_t k = 0; k < now.groups.size(); ++k) {
       double work = anchor_work_s(p_, now.groups[k]);
       for (const auto& item : now.bins[k].items) work += item.work_s;
@@ -117,13 +116,13 @@ void Search::fill(Grouping& grouping, const std::vector<double>& overhead_s) {
     size += bin.size;
   }
   refine(grouping.bins, kRefineSteps, kBreadth, load / size * (1.0 + kLevelEnough));
-  house(grouping, left);
+  make_room(grouping, left);
   for (size_t k = 0; k < grouping.groups.size(); ++k) solve(grouping, k);
 }
 
-// Items that no bin has room for, and bins that hold too much: merge the two roomiest groups until there is room. The caps' sum
-// holds all tokens, so that this ends.
-void Search::house(Grouping& grouping, const std::vector<Item>& left) {
+// Some items may fit into no bin, and some bins may hold more than their caps. Then groups are merged with the one that has the
+// most room until all fits. The caps together hold all tokens, so that this ends.
+void Search::make_room(Grouping& grouping, const std::vector<Item>& left) {
   auto& bins = grouping.bins;
   const auto roomiest = [&](size_t except) {
     size_t best = bins.size();
@@ -181,10 +180,10 @@ void Search::merge(Grouping& grouping, size_t into, size_t from) const {
   grouping.bins.erase(grouping.bins.begin() + static_cast<std::ptrdiff_t>(from));
 }
 
-// Step 4.
+// Improving.
 void Search::improve(Grouping& grouping, int steps) {
   Levels levels(grouping.bins);
-  for (int step = 0; step < steps && !is_tired(); ++step) {
+  for (int step = 0; step < steps && !is_budget_spent(); ++step) {
     if (exchange_items(grouping, levels)) continue;
     if (!merge_groups(grouping, levels)) return;
     levels = Levels(grouping.bins);
@@ -202,7 +201,7 @@ bool Search::exchange_items(Grouping& grouping, Levels& levels) {
   }
   std::stable_sort(changes.begin(), changes.end(), [](const Change& a, const Change& b) { return a.level < b.level; });
   for (const auto& change : changes) {
-    if (is_tired()) break;
+    if (is_budget_spent()) break;
     const Bin from = bins[worst], to = bins[change.to];
     apply(bins, worst, change);
     solve(grouping, worst);
@@ -224,7 +223,7 @@ bool Search::merge_groups(Grouping& grouping, const Levels& levels) {
   size_t best = grouping.bins.size();
   double best_level = before;
   for (size_t other : levels.lowest(kMergeBreadth)) {
-    if (is_tired()) break;
+    if (is_budget_spent()) break;
     Grouping pair{{grouping.groups[worst], grouping.groups[other]}, {grouping.bins[worst], grouping.bins[other]}};
     merge(pair, 0, 1);
     solve(pair, 0);

@@ -1,10 +1,10 @@
-// Searching for the groups and what goes into them.
+// The phases "packing" and "improving" (docs/planning.md): what goes into the groups of a layout.
 #pragma once
 
 #include <vector>
 
 #include "moldable/candidates.hpp"
-#include "moldable/group.hpp"
+#include "moldable/group_solver.hpp"
 
 namespace knapformer {
 
@@ -19,14 +19,14 @@ class Search {
  public:
   explicit Search(const Problem& problem);
 
-  // The best grouping found from several layouts.
+  // The best grouping found.
   Grouping run();
   std::vector<Placement> place(const Grouping& grouping);
 
  private:
-  Grouping settle(const Candidate& layout, double best_s);
+  Grouping pack_groups(const Candidate& layout, double best_s);
   void fill(Grouping& grouping, const std::vector<double>& overhead_s);
-  void house(Grouping& grouping, const std::vector<Item>& left);
+  void make_room(Grouping& grouping, const std::vector<Item>& left);
   void solve(Grouping& grouping, size_t k);
 
   void improve(Grouping& grouping, int steps);
@@ -34,13 +34,14 @@ class Search {
   bool merge_groups(Grouping& grouping, const Levels& levels);
   void merge(Grouping& grouping, size_t into, size_t from) const;
 
-  // Caps that just fit, or exchanges that cost nothing, make groups of hundreds of ranks, which are slow to solve.
-  bool is_tired() const { return solver_.work() > most_work_; }
+  // Caps that just fit, or exchanges that cost nothing, make groups of hundreds of ranks, which are slow to solve. Then the search
+  // stops early.
+  bool is_budget_spent() const { return solver_.steps() > budget_; }
 
   const Problem& p_;
   GroupSolver solver_;
-  size_t most_work_;
-  double effort_;  // 1 for small steps, less for large ones
+  size_t budget_;         // steps of the solver
+  double share_of_tries_;  // 1 for small steps, less for large ones
   Candidates candidates_;
 };
 

@@ -1,7 +1,7 @@
 #include <algorithm>
 #include <cmath>
 
-#include "moldable/group.hpp"
+#include "moldable/group_solver.hpp"
 
 namespace knapformer {
 namespace {

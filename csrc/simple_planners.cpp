@@ -1,4 +1,4 @@
-#include "baselines.hpp"
+#include "simple_planners.hpp"
 
 #include <algorithm>
 #include <map>
