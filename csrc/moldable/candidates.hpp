@@ -47,7 +47,7 @@ class Candidates {
   const Problem& p_;
   GroupSolver solver_;
   double share_of_tries_;
-  bool equal_ranks_;                                // all speeds are equal, and all caps
+  bool equal_ranks_;  // all speeds are equal, and all caps
   std::map<std::vector<int32_t>, double> alone_s_;  // makespans of groups without fillers
 };
 
