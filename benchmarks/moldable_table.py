@@ -1,7 +1,7 @@
 """How near ``moldable`` comes to the lower bound, on workloads of images and videos, under caps of different width.
 
 For each workload and cap, over seeds: predicted makespan over the lower bound (median and worst; judged by
-tests/pure/judge_plan.py, which shares no code with the planner, with --judge), tokens of the fullest rank over the
+tests/support/judge_plan.py, which shares no code with the planner, with --judge), tokens of the fullest rank over the
 mean, and planning time from lengths to a checked plan (median over the seeds of the best of --repeats).
 Prints one line per workload and cap, or JSON.
 
@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from knapformer import CostModel, Plan, __version__, evaluate, make_plan
-from knapformer.bench.workloads import workload
+from knapformer.workloads.workloads import workload
 
 JUDGE = Path(__file__).parents[1] / "tests" / "pure" / "judge_plan.py"
 FLUX, WAN = CostModel(), CostModel(hidden=1536, num_heads=12)

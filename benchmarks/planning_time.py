@@ -17,7 +17,7 @@ from datetime import date
 from typing import Any
 
 from knapformer import CostModel, __version__, make_plan
-from knapformer.bench.workloads import workload
+from knapformer.workloads.workloads import workload
 
 CASES = (
     ("joint", 32, "bags", "g1n16+g2n4+g8n1", 1.5),
@@ -29,7 +29,7 @@ CASES = (
 )
 """Workload, ranks, planner, topology and the milliseconds asked for."""
 
-FRESH = "from knapformer.planners import make_plan; make_plan([[5000, 300], [400] * 20])"
+FRESH = "from knapformer.plans.planners import make_plan; make_plan([[5000, 300], [400] * 20])"
 
 
 def main() -> None:

@@ -30,8 +30,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from knapformer import Balancer, CostModel, __version__
-from knapformer.bench.heap import keep_freed_memory
-from knapformer.exchange import send_and_receive
+from knapformer.execution.exchange import send_and_receive
+from knapformer.measure.heap import keep_freed_memory
 
 TARGETS = {"transfer": 1.25, "route": 2.0, "route_backward": 2.0}
 

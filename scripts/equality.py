@@ -9,9 +9,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/adapters"))
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests/gloo"))
-
 from family_cases import ALL, CASES, HOMES, TOLERANCE, errors, merged, reference
 from launch import run_ranks
 from rank_jobs import all_families

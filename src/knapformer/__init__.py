@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from knapformer.cost import CostModel, Machine
 from knapformer.errors import (
     CapacityError,
     ConfigurationError,
@@ -18,16 +17,17 @@ from knapformer.errors import (
     PlanError,
     RankError,
 )
-from knapformer.lengths import Lengths
-from knapformer.plan import Plan
-from knapformer.planners import Evaluation, evaluate, make_plan
-from knapformer.topology import Topology
+from knapformer.given.cost import CostModel, Machine
+from knapformer.given.lengths import Lengths
+from knapformer.given.topology import Topology
+from knapformer.plans.plan import Plan
+from knapformer.plans.planners import Evaluation, evaluate, make_plan
 from knapformer.version import __version__
 
 if TYPE_CHECKING:
     from knapformer.adapters.published import SequenceBalancer
     from knapformer.balancer import Balancer, Step
-    from knapformer.exchange import Meter
+    from knapformer.execution.exchange import Meter
 
 __all__ = [
     "Balancer",
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(balancer, name)
     if name == "Meter":
-        from knapformer.exchange import Meter
+        from knapformer.execution.exchange import Meter
 
         return Meter
     if name == "SequenceBalancer":

@@ -14,23 +14,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from knapformer.attend import BalancedAttention, as_one_dtype
-from knapformer.attention_schedule import attention_schedule
-from knapformer.cost import CostModel
-from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError, PlanError
-from knapformer.exchange import Channel, Meter, exchange
-from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
-from knapformer.kernels import KERNELS, choose_kernel
-from knapformer.lengths import IntArray, Lengths, parse_local_lengths
-from knapformer.micro_batches import MicroBatch, parse_micro_batches, split_micro_batches
-from knapformer.plan import Plan
-from knapformer.planners import Evaluation, evaluate, make_plan
-from knapformer.planners.problem import Caps, as_topology
-from knapformer.routes import Route
-from knapformer.schedule import Exchange, RankTokens, conditioning_exchange, token_exchange, window
+from knapformer.execution.attend import BalancedAttention, as_one_dtype
+from knapformer.execution.devices import to_device
+from knapformer.execution.exchange import Channel, Meter, exchange
+from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
+from knapformer.execution.kernels import KERNELS, choose_kernel
+from knapformer.execution.routes import Route
+from knapformer.given.cost import CostModel
+from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
+from knapformer.given.topology import Topology
+from knapformer.plans.micro_batches import MicroBatch, parse_micro_batches, split_micro_batches
+from knapformer.plans.plan import Plan
+from knapformer.plans.planners import Evaluation, evaluate, make_plan
+from knapformer.plans.problem import Caps, as_topology
+from knapformer.schedules.attention import attention_schedule
+from knapformer.schedules.tokens import Exchange, RankTokens, conditioning_exchange, token_exchange, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
-from knapformer.topology import Topology
 from knapformer.version import __version__
 
 Planner = str | Callable[[Lengths], Plan]
@@ -42,7 +42,7 @@ class Balancer:
     Every rank of ``group`` makes one, with the same arguments, at the same point of the program.
 
     Args:
-        cost: what lengths cost; by default FLUX.1's width on the default machine. See ``knapformer.cost``.
+        cost: what lengths cost; by default FLUX.1's width on the default machine. See ``knapformer.given.cost``.
         planner: name of a planner, or a function from ``Lengths`` to ``Plan`` that gives the same on every rank.
         topology: bags such as ``"g1n2+g2n1"``. Where the group is a multiple of the bags' total, consecutive ranks
             form independent balancing groups.
@@ -50,7 +50,7 @@ class Balancer:
             own. They need not be the ranks of FSDP. A group that is given is used as it is: best not one of FSDP's.
         max_tokens_per_rank: cap on the tokens that a rank holds; see ``knapformer.make_plan``.
         num_kv_heads: key and value heads, where they are fewer than ``cost.num_heads``.
-        kernel: attention kernel; see ``knapformer.kernels.varlen_attention``.
+        kernel: attention kernel; see ``knapformer.execution.kernels.varlen_attention``.
         overlap: compute whole sequences' attention while the others' q, k and v are in flight.
         meter: counts time and bytes in exchanges.
         timeout: after which a rank gives up waiting for another one's lengths or tokens. None is the backend's default

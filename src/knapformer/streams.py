@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.devices import to_device
 
 TEXT, VISUAL = 0, 1
 """Stream ids, in the order in which the streams are stored inside a sequence."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import torch
 from torch import nn
 
 pytest.importorskip("diffusers")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "gloo"))
 
 from family_cases import ALL, CASES, balancer_of, stacked
 from launch import try_ranks

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 pytest.importorskip("diffusers")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "gloo"))
 
 from family_cases import flux, flux_sample
 from launch import run_ranks

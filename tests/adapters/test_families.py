@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +10,6 @@ import torch
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parents[1] / "gloo"))
 
 import rank_jobs
 from family_cases import (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.metadata
-import sys
 import warnings
 from itertools import accumulate
 from pathlib import Path
@@ -13,17 +12,14 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "gloo"))
-
 from launch import run_ranks
+from torch import Tensor, nn
 
 import knapformer
 from knapformer.adapters import published
 from knapformer.adapters.routing_plan import split_evenly
 from knapformer.errors import ConfigurationError
-from knapformer.kernels import varlen_attention
+from knapformer.execution.kernels import varlen_attention
 
 HEADS, WIDTH, BLOCKS = 4, 16, 2
 BAGS = "g1n2+g2n1"

@@ -1,7 +1,7 @@
 """Laws 2 and 3 on CUDA and NCCL, with all GPUs as ranks, and the CUDA kernels against SDPA.
 
 NOT YET RUN ON A GPU: written where there was none. Without a GPU all of it is skipped; the same checks run on gloo
-ranks in ``tests/gloo``.
+ranks in ``the other folders of tests``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from knapformer import Balancer, CostModel
 from knapformer.balancer import Step
-from knapformer.kernels import HALF_DTYPES, choose_kernel, varlen_attention
+from knapformer.execution.kernels import HALF_DTYPES, choose_kernel, varlen_attention
 from knapformer.parallel import checkpoint
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from knapformer.cost import CostModel
-from knapformer.planners import evaluate, make_plan
+from knapformer.given.cost import CostModel
+from knapformer.plans.planners import evaluate, make_plan
 from knapformer.report.grid import BAR_WIDTH, plan_table
 
 

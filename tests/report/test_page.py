@@ -6,13 +6,10 @@ import base64
 import gzip
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("plotly")
-sys.path.insert(0, str(Path(__file__).parents[1] / "bench"))
 
 from result_cases import result
 

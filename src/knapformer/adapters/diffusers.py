@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from knapformer.adapters.family import Family, check_sources, check_structure
 from knapformer.adapters.packing import Batch
-from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
+from knapformer.given.cost import CostModel
 
 FAMILIES = {
     "FluxTransformer2DModel": "knapformer.adapters.flux",

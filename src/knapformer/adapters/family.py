@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from knapformer.adapters.fingerprints import FINGERPRINTS, TESTED_VERSION
 from knapformer.adapters.packing import Batch
-from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError
+from knapformer.given.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from knapformer.adapters.packing import (
     stack_rows,
     stack_vectors,
 )
-from knapformer.cost import CostModel
+from knapformer.given.cost import CostModel
 from knapformer.models.layers import add_gated
 
 

@@ -50,9 +50,9 @@ from knapformer.adapters.packing import (
     stack_rows,
     stack_vectors,
 )
-from knapformer.cost import CostModel
-from knapformer.devices import to_device
-from knapformer.kernels import varlen_attention
+from knapformer.execution.devices import to_device
+from knapformer.execution.kernels import varlen_attention
+from knapformer.given.cost import CostModel
 from knapformer.models.layers import add_gated
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.devices import to_device
 from knapformer.models import StreamIndex
 
 Rotate = Callable[[Tensor], Tensor]

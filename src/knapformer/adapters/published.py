@@ -25,17 +25,17 @@ from knapformer.adapters.routing_plan import (
     RoutingPlan,
     split_evenly,
 )
-from knapformer.cost import CostModel
-from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
-from knapformer.exchange import Channel, exchange
-from knapformer.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
-from knapformer.lengths import Lengths, parse_local_lengths
-from knapformer.plan import Plan
-from knapformer.planners import make_plan
-from knapformer.routes import Route
-from knapformer.schedule import Blocks, RankTokens, make_exchange, starts_of, token_exchange
-from knapformer.topology import Topology
+from knapformer.execution.devices import to_device
+from knapformer.execution.exchange import Channel, exchange
+from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
+from knapformer.execution.routes import Route
+from knapformer.given.cost import CostModel
+from knapformer.given.lengths import Lengths, parse_local_lengths
+from knapformer.given.topology import Topology
+from knapformer.plans.plan import Plan
+from knapformer.plans.planners import make_plan
+from knapformer.schedules.tokens import Blocks, RankTokens, make_exchange, starts_of, token_exchange
 from knapformer.version import __version__
 
 OTHER_MODULE = "sequence_balancer.py"

@@ -35,9 +35,9 @@ from knapformer.adapters.packing import (
     stack_rows,
     stack_vectors,
 )
-from knapformer.cost import CostModel
-from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.devices import to_device
+from knapformer.given.cost import CostModel
 from knapformer.models.layers import add_gated, modulate
 
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from knapformer.errors import ConfigurationError
-from knapformer.lengths import Lengths
-from knapformer.plan import Plan
-from knapformer.topology import Topology
+from knapformer.given.lengths import Lengths
+from knapformer.given.topology import Topology
+from knapformer.plans.plan import Plan
 
 LINEAR_FLOPS = 24.0
 ATTENTION_FLOPS = 4.0

@@ -30,8 +30,8 @@ from knapformer.adapters.packing import (
     stack_rows,
     stack_vectors,
 )
-from knapformer.cost import CostModel
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.given.cost import CostModel
 from knapformer.models.layers import add_gated
 
 

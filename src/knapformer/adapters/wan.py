@@ -38,10 +38,10 @@ from knapformer.adapters.packing import (
     samples,
     stack_rows,
 )
-from knapformer.cost import CostModel
-from knapformer.devices import to_device
 from knapformer.errors import ConfigurationError, LengthsError
-from knapformer.kernels import varlen_attention
+from knapformer.execution.devices import to_device
+from knapformer.execution.kernels import varlen_attention
+from knapformer.given.cost import CostModel
 from knapformer.models.layers import rows
 
 TEXT_TOKENS = 512

@@ -1,4 +1,7 @@
-"""Diffusion Transformers on packed tokens. They take ``attention`` as an argument and know nothing of ranks."""
+"""Diffusion Transformers on packed tokens. They take ``attention`` as an argument and know nothing of ranks.
+
+Imports ``given``, ``streams`` and ``execution.kernels``.
+"""
 
 from knapformer.models.config import DIT_PRESETS, MMDIT_PRESETS, DiTConfig, MMDiTConfig
 from knapformer.models.dit import DiT

@@ -8,7 +8,7 @@ from itertools import accumulate
 from torch import Tensor
 
 from knapformer.errors import LengthsError
-from knapformer.kernels import varlen_attention
+from knapformer.execution.kernels import varlen_attention
 from knapformer.models.layers import Attention
 
 

@@ -12,10 +12,10 @@ import numpy as np
 from rich.table import Table
 from rich.text import Text
 
-from knapformer.plan import Placement, Plan
+from knapformer.plans.plan import Placement, Plan
 
 if TYPE_CHECKING:
-    from knapformer.planners import Evaluation
+    from knapformer.plans.planners import Evaluation
 
 BAR_WIDTH = 24
 GRID_LEGEND = (

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from knapformer.bench.results import SCHEMA, loss_curve, step_times
+from knapformer.demo.results import SCHEMA, loss_curve, step_times
 from knapformer.errors import ConfigurationError
 
 _GREY, _INK, _RULE, _RED = "#8c939b", "#1c2733", "#e3e7eb", "#c0392b"

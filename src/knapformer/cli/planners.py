@@ -1,0 +1,60 @@
+"""``knapformer bench-planners``: every planner on the same steps."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from knapformer.errors import ConfigurationError
+from knapformer.version import __version__
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command to the command line."""
+    app.command()(bench_planners)
+
+
+def bench_planners(
+    only: Annotated[str, typer.Option(help="Words by comma; scenarios whose name contains one of them.")] = "",
+    max_ranks: Annotated[int, typer.Option(help="Leave out larger scenarios.", min=1)] = 1024,
+    seeds: Annotated[str, typer.Option(help="first-last")] = "0-8",
+    cp_sat: Annotated[bool, typer.Option("--cp-sat", help="With the CP-SAT reference on 8 ranks (OR-tools).")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None,
+) -> None:
+    """Compare planners and simpler rules on the workloads, 8 to 1024 ranks, on the modelled machine."""
+    from knapformer.predict.planner_table import SCENARIOS, planner_table
+    from knapformer.predict.planner_table import bench_planners as run
+
+    words = [word for word in only.split(",") if word]
+    chosen = [s for s in SCENARIOS if not words or any(word in s.workload for word in words)]
+    chosen = [s for s in chosen if s.lengths(0, 0).num_ranks <= max_ranks]
+    if not chosen:
+        known = ", ".join(dict.fromkeys(s.workload for s in SCENARIOS))
+        raise ConfigurationError(f"no scenario of up to {max_ranks} ranks matches {only!r}; known: {known}")
+    rows = list(run(chosen, _seeds(seeds), cp_sat))
+    content = {
+        "schema": "knapformer.bench-planners/1",
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "knapformer": __version__,
+        "seeds": seeds,
+        "rows": [row.to_dict() for row in rows],
+    }
+    if output is not None:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        output.write_text(json.dumps(content, indent=1) + "\n")
+    typer.echo(json.dumps(content) if as_json else planner_table(rows))
+
+
+def _seeds(text: str) -> range:
+    first, dash, last = text.partition("-")
+    if not (first.isdigit() and (last.isdigit() or not dash)):
+        raise ConfigurationError(f"--seeds must be of the form 0-8, got {text!r}")
+    seeds = range(int(first), int(last or first) + 1)
+    if not seeds:
+        raise ConfigurationError(f"--seeds must rise, got {text!r}")
+    return seeds

@@ -1,0 +1,4 @@
+"""Schedules on tensors: process groups, exchanges, kernels. The only collectives are in ``groups`` and ``exchange``.
+
+Imports ``given``, ``plans`` and ``schedules``; needs torch, as everything below.
+"""

@@ -1,0 +1,146 @@
+"""Attention under a plan: exchange, kernel, exchange back; whole sequences meanwhile, on the rank that holds them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.devices import to_device
+from knapformer.execution.exchange import Channel, exchange, finish, start
+from knapformer.execution.kernels import Offsets, varlen_attention
+from knapformer.execution.routes import Route
+from knapformer.schedules.attention import AttentionSchedule
+
+Tensors = tuple[Tensor, ...]
+
+
+class BalancedAttention:
+    """The attention of one rank under one plan, for models of one number of heads.
+
+    Args:
+        schedule: what this rank does.
+        channel: over which ranks.
+        device: of the tensors.
+        num_heads: query heads.
+        num_kv_heads: key and value heads.
+        kernel: see ``knapformer.execution.kernels.varlen_attention``.
+        overlap: compute whole sequences' attention while q, k and v are in flight.
+    """
+
+    def __init__(
+        self,
+        schedule: AttentionSchedule,
+        channel: Channel,
+        device: torch.device,
+        *,
+        num_heads: int,
+        num_kv_heads: int,
+        kernel: str = "auto",
+        overlap: bool = True,
+    ) -> None:
+        self.schedule, self.channel, self.kernel, self.overlap = schedule, channel, kernel, overlap
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.queries, self.keys = (Route.of(e, device) for e in (schedule.queries, schedule.keys))
+        self.outputs = self.queries.reversed
+        self.cu_whole = _offsets(schedule.whole_lengths, device)
+        self.cu_queries = _offsets(schedule.query_lengths, device)
+        self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query], device)
+        self.expand_keys = _key_rows(schedule, device)
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that q, k and v have on this rank."""
+        return self.cu_whole[-1] + self.queries.num_in // self.num_heads
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
+        """Attend. Every rank of the group calls it for every layer: two all-to-alls, unless no sequence is split.
+
+        Args:
+            q: (T, H, D) packed rows of this rank.
+            k, v: (T, Hkv, D), of the dtype of q on every rank.
+            scale: of the scores; None means 1/√D.
+            causal: a query sees keys up to its own position.
+
+        Returns:
+            (T, H, D).
+
+        Raises:
+            LengthsError: the rows are not those of the plan.
+            ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
+        """
+        if q.shape[0] != self.num_rows:
+            raise LengthsError(
+                f"rank {self.channel.rank}: the plan gives it {self.num_rows} tokens, q has {q.shape[0]}"
+            )
+        if self.schedule.is_local:
+            return self._whole((q, k, v), scale, causal)
+        if causal and self.schedule.has_query_tiles:
+            raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
+        width = q.shape[-1]
+        own, shared = self._apart(q, k, v)
+        pending = start([x.reshape(-1, width) for x in shared], (self.queries, self.keys, self.keys), self.channel)
+        if self.overlap:
+            whole = self._whole(own, scale, causal)
+            tiles = finish(pending)
+        else:
+            tiles = finish(pending)
+            whole = self._whole(own, scale, causal)
+        (split,) = exchange([self._tiles(tiles, scale, causal)], [self.outputs], self.channel)
+        return torch.cat([whole, split.view(-1, self.num_heads, width)])
+
+    def _apart(self, *tensors: Tensor) -> tuple[Tensors, Tensors]:
+        """Rows of whole sequences and rows of split ones; split and not sliced, which costs less in backward."""
+        num_whole = self.cu_whole[-1]
+        own, shared = zip(*(x.split([num_whole, x.shape[0] - num_whole]) for x in tensors), strict=True)
+        return own, shared
+
+    def _whole(self, tensors: Tensors, scale: float | None, causal: bool) -> Tensor:
+        q, k, v = tensors
+        cu = self.cu_whole
+        return varlen_attention(q, k, v, cu, cu, scale=scale, causal=causal, kernel=self.kernel)
+
+    def _tiles(self, received: Tensors, scale: float | None, causal: bool) -> Tensor:
+        """(rows of entries, D): each entry is one head of one tile, and a batch entry of one head for the kernel."""
+        q, k, v = received
+        if self.expand_keys is not None:
+            # An embedding lookup sums gradients of half precision in float32 on CUDA, and in a fixed order.
+            k, v = (functional.embedding(self.expand_keys, x) for x in (k, v))
+        q, k, v = (x.unsqueeze(1) for x in (q, k, v))
+        cu_q, cu_k = self.cu_queries, self.cu_keys
+        return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self.kernel).squeeze(1)
+
+
+def as_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under autocast the tensors in its dtype, as PyTorch's own attention takes them; else as they are.
+
+    Casting comes before the exchange: it halves the bytes, and ranks without any row send and expect the same dtype.
+
+    Raises:
+        ConfigurationError: they still have several dtypes.
+    """
+    kind = tensors[0].device.type
+    if torch.is_autocast_enabled(kind):
+        narrow = torch.get_autocast_dtype(kind)
+        tensors = tuple(x if x.dtype == torch.float64 else x.to(narrow) for x in tensors)
+    if len({x.dtype for x in tensors}) > 1:
+        raise ConfigurationError(f"q, k and v must have one dtype, got {', '.join(str(x.dtype) for x in tensors)}")
+    return tensors
+
+
+def _offsets(lengths: Sequence[int] | np.ndarray, device: torch.device) -> Offsets:
+    return Offsets([0, *np.cumsum(lengths, dtype=np.int64).tolist()], device)
+
+
+def _key_rows(schedule: AttentionSchedule, device: torch.device) -> Tensor | None:
+    """(rows,) which received rows of k each query entry's keys are; None where entries match one to one."""
+    entries = schedule.key_of_query
+    if np.array_equal(entries, np.arange(len(schedule.key_lengths))):
+        return None
+    starts, lengths = np.cumsum(schedule.key_lengths) - schedule.key_lengths, schedule.key_lengths[entries]
+    shift = starts[entries] - (np.cumsum(lengths) - lengths)
+    return to_device(np.arange(lengths.sum()) + np.repeat(shift, lengths), device)

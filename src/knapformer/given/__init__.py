@@ -1,0 +1,4 @@
+"""What is given: lengths, ranks, models, and what work costs on a machine. NumPy only.
+
+Imports ``errors`` and nothing else of the package.
+"""

@@ -1,0 +1,4 @@
+"""What would happen elsewhere: simulated steps, memory, hardware presets, advice, planners side by side.
+
+Imports ``given``, ``plans``, ``schedules`` and ``workloads``.
+"""

@@ -1,0 +1,188 @@
+"""Many steps of a workload through many planners on modelled hardware."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from knapformer.errors import CapacityError
+from knapformer.given.cost import CostModel
+from knapformer.given.lengths import Lengths
+from knapformer.given.topology import uniform_topologies
+from knapformer.plans.plan import Plan
+from knapformer.plans.planners import evaluate, make_plan
+from knapformer.plans.problem import Caps
+from knapformer.plans.spec import PlannerSpec
+from knapformer.predict.hardware import Hardware
+from knapformer.predict.memory import MemoryModel
+from knapformer.predict.timeline import Sharding, simulate_step
+from knapformer.workloads.workloads import draw
+
+SCHEMA = "knapformer.simulate/1"
+
+MOST_BAG_RANKS = 64
+"""Larger bags are slower still, and take long to simulate."""
+
+Draw = Callable[[], Lengths]
+OnStep = Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The modelled machine and model.
+
+    Attributes:
+        cost: of a layer, with links, layers and passes.
+        memory: of a rank; None leaves memory out.
+        sharding: FSDP2; None leaves it out.
+        exchange_latency_s: of each exchange.
+    """
+
+    cost: CostModel
+    memory: MemoryModel | None = None
+    sharding: Sharding | None = None
+    exchange_latency_s: float = 0.0
+
+
+def setting_of(cost: CostModel, hardware: Hardware | None, memory: MemoryModel | None, *, num_ranks: int) -> Setting:
+    """A setting with FSDP2 over the memory model's shard size, where there is one that divides the ranks."""
+    sharding = None
+    if memory is not None and memory.shard_size > 1 and num_ranks % memory.shard_size == 0:
+        sharding = Sharding.of(cost, num_ranks, shard_size=memory.shard_size, layer_parameters=memory.layer_parameters)
+    return Setting(cost, memory, sharding, 0.0 if hardware is None else hardware.exchange_latency_s)
+
+
+def drawn_from(name: str, num_ranks: int | None, seed: int) -> Draw:
+    """Steps of a workload, one after another; equal seeds give equal steps."""
+    rng = random.Random(seed)
+    return lambda: Lengths.from_ranks(draw(name, rng, num_ranks))
+
+
+def all_planners(num_ranks: int) -> list[PlannerSpec]:
+    """``home``, ``whole``, ``ulysses``, every uniform layout of bags of up to ``MOST_BAG_RANKS``, and ``moldable``."""
+    layouts = [layout for layout in uniform_topologies(num_ranks) if layout.bag_sizes[0] <= MOST_BAG_RANKS]
+    bags = [PlannerSpec("bags", str(layout)) for layout in layouts]
+    return [PlannerSpec("home"), PlannerSpec("whole"), PlannerSpec("ulysses"), *bags, PlannerSpec("moldable")]
+
+
+def simulate(
+    steps: Sequence[Lengths],
+    planners: Sequence[PlannerSpec],
+    setting: Setting,
+    *,
+    max_tokens_per_rank: Caps = "auto",
+    on_step: OnStep = lambda: None,
+) -> dict[str, dict[str, Any]]:
+    """Every planner on the same steps.
+
+    Args:
+        steps: their lengths.
+        planners: ``home`` first; the others are compared with it.
+        setting: machine and model.
+        max_tokens_per_rank: cap for ``whole`` and ``moldable``; the others know none.
+        on_step: called after each step of each planner.
+
+    Returns:
+        For each planner the medians, means and 95th percentiles of ``summarize``, or ``{"error": …}`` where a step does
+        not fit its caps.
+    """
+    rows: dict[str, dict[str, Any]] = {}
+    home: list[float] | None = None
+    for spec in planners:
+        try:
+            measured = [_step(lengths, spec, setting, max_tokens_per_rank, on_step) for lengths in steps]
+        except CapacityError as error:
+            rows[str(spec)] = {"error": str(error)}
+            continue
+        home = [m["step_s"] for m in measured] if home is None else home
+        rows[str(spec)] = _summarize(measured, home)
+    return rows
+
+
+def _step(lengths: Lengths, spec: PlannerSpec, setting: Setting, caps: Caps, on_step: OnStep) -> dict[str, float]:
+    began = time.perf_counter()
+    plan = make_plan(
+        lengths,
+        planner=spec.name,
+        topology=spec.topology,
+        cost=setting.cost,
+        max_tokens_per_rank=caps if spec.name in ("whole", "moldable") else None,
+    )
+    plan_s = time.perf_counter() - began
+    evaluation = evaluate(plan, setting.cost)
+    timeline = simulate_step(
+        plan, setting.cost, sharding=setting.sharding, exchange_latency_s=setting.exchange_latency_s
+    )
+    on_step()
+    passes = setting.cost.num_layers * setting.cost.pass_factor * setting.cost.machine.communication_scale
+    return {
+        "step_s": timeline.step_s,
+        "formula_s": evaluation.step_time_s,
+        "lower_bound_s": evaluation.lower_bound_s * setting.cost.num_layers * setting.cost.pass_factor,
+        "max_over_mean": timeline.max_over_mean,
+        "exchanged_bytes": evaluation.bytes * passes,
+        "moved_tokens": float(evaluation.moved_tokens),
+        "num_split": float(evaluation.num_split),
+        "peak_tokens": float(evaluation.rank_tokens.max(initial=0)),
+        "peak_tokens_over_mean": float(evaluation.rank_tokens.max() / max(evaluation.rank_tokens.mean(), 1e-9)),
+        "peak_memory_bytes": 0.0 if setting.memory is None else peak_memory_bytes(plan, setting.memory),
+        "plan_s": plan_s,
+    }
+
+
+def peak_memory_bytes(plan: Plan, memory: MemoryModel) -> float:
+    """Of the fullest rank: its tokens and its part in exchanges."""
+    split = plan.is_split
+    tokens = plan.rank_tokens
+    own = split[plan.segment_sequence]
+    split_tokens = np.bincount(
+        plan.segment_rank[own], (plan.segment_end - plan.segment_start)[own], minlength=plan.world_size
+    )
+    units = (plan.tile_head_end - plan.tile_head_start) * (plan.tile_query_end - plan.tile_query_start)
+    own = split[plan.tile_sequence]
+    tile_units = np.bincount(plan.tile_rank[own], units[own], minlength=plan.world_size)
+    head_width = memory.width // plan.num_heads
+    return max(
+        memory.peak_bytes(int(n), exchanged_elements=memory.exchange_elements(a, b, head_width, has_whole=n > a))
+        for n, a, b in zip(tokens.tolist(), split_tokens.tolist(), tile_units.tolist(), strict=True)
+    )
+
+
+def _summarize(steps: Sequence[Mapping[str, float]], home_s: Sequence[float]) -> dict[str, Any]:
+    """Means over steps; ``speedup`` is of total time, ``speedup_low`` and ``_high`` its extremes over steps."""
+
+    def mean(name: str) -> float:
+        return statistics.fmean(step[name] for step in steps)
+
+    ratios = [h / step["step_s"] if step["step_s"] else 1.0 for h, step in zip(home_s, steps, strict=True)]
+    return {
+        "step_s": mean("step_s"),
+        "step_p95_s": float(np.percentile([step["step_s"] for step in steps], 95)),
+        "speedup": sum(home_s) / max(sum(step["step_s"] for step in steps), 1e-12),
+        "speedup_low": min(ratios),
+        "speedup_high": max(ratios),
+        "over_lower_bound": statistics.median(step["step_s"] / step["lower_bound_s"] for step in steps),
+        "formula_s": mean("formula_s"),
+        "timeline_over_formula": mean("step_s") / mean("formula_s"),
+        "discrepancy": mean("max_over_mean") - 1.0,
+        "exchanged_gigabytes": mean("exchanged_bytes") / 1e9,
+        "moved_tokens": mean("moved_tokens"),
+        "num_split": mean("num_split"),
+        "peak_tokens": max(step["peak_tokens"] for step in steps),
+        "peak_tokens_over_mean": mean("peak_tokens_over_mean"),
+        "peak_memory_gigabytes": max(step["peak_memory_bytes"] for step in steps) / 1e9,
+        "plan_ms": 1e3 * statistics.median(step["plan_s"] for step in steps),
+        "plan_ms_worst": 1e3 * max(step["plan_s"] for step in steps),
+    }
+
+
+def best_bags(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The fixed layout of bags with the least total time."""
+    found = {name: row["step_s"] for name, row in rows.items() if name.startswith("bags:") and "step_s" in row}
+    return min(found, key=lambda name: found[name]) if found else None

@@ -1,0 +1,116 @@
+"""Flow matching, and reductions of its loss that mean the same whatever a rank holds.
+
+FSDP2 and DDP AVERAGE gradients over ranks: the objective that is optimised is ``(1 / N) · Σ_r loss_r``. A mean over all
+ranks therefore needs the factor N on every rank:
+
+    rank_mean    loss_r = (1 / T_r) · Σ_{i on r} l_i        objective (1 / N) · Σ_r (mean of rank r)
+    token_mean   loss_r = (N / T) · Σ_{i on r} l_i          objective (1 / T) · Σ_i l_i
+    sample_mean  loss_r = (N / S) · Σ_{s on r} m_s          objective (1 / S) · Σ_s m_s
+
+with ``l_i`` the loss of token i, ``m_s`` the mean over the tokens of sample s, ``T_r`` the tokens at home on rank r,
+and T and S the tokens and samples of ALL ranks. ``rank_mean`` is what a plain training loop computes: it weighs a token
+by how few tokens share its rank. A mean over nothing is 0 and still has a graph, so that a rank without samples takes
+part in backward. The average over ranks of the returned values is the objective itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.devices import to_device
+
+Reduction = Literal["rank_mean", "token_mean", "sample_mean"]
+
+
+def flow_matching_pair(clean: Tensor, noise: Tensor, t: Tensor) -> tuple[Tensor, Tensor]:
+    """Noisy input and velocity target of rectified flow (arXiv 2209.03003; t = 1 is noise, as in arXiv 2403.03206).
+
+    ``noisy = (1 - t) · clean + t · noise`` and ``target = noise - clean``.
+
+    Args:
+        clean: (T, C) tokens.
+        noise: (T, C) standard normal.
+        t: (T,) time of each token's sample, in [0, 1].
+
+    Returns:
+        noisy (T, C), target (T, C).
+
+    Raises:
+        ValueError: the shapes do not fit.
+    """
+    if clean.shape != noise.shape or t.shape != clean.shape[:1]:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (clean, noise, t))
+        raise ValueError(f"expected clean and noise (T, C) and t (T,), got {shapes}")
+    return torch.lerp(clean, noise, t.unsqueeze(-1).to(clean.dtype)), noise - clean
+
+
+def squared_error(prediction: Tensor, target: Tensor) -> Tensor:
+    """(T, C) and (T, C) to (T,): each token's mean squared error over channels, in float32 or higher."""
+    if prediction.shape != target.shape:
+        raise ValueError(f"expected equal shapes, got {tuple(prediction.shape)} and {tuple(target.shape)}")
+    wide = torch.promote_types(prediction.dtype, torch.float32)
+    return (prediction.to(wide) - target.to(wide)).square().mean(dim=-1)
+
+
+def reduce_loss(
+    per_token_loss: Tensor,
+    *,
+    reduction: Reduction,
+    lengths: Sequence[int] | None = None,
+    num_tokens: int | None = None,
+    num_samples: int | None = None,
+    world_size: int | None = None,
+) -> Tensor:
+    """This rank's loss, to call ``backward`` on; see the module's docstring for the objective that results.
+
+    Args:
+        per_token_loss: (T_home,) losses of the tokens at home on this rank, sample after sample.
+        reduction: ``"rank_mean"``, ``"token_mean"`` or ``"sample_mean"``.
+        lengths: ``sample_mean``: loss tokens of each sample at home (visual tokens for an MMDiT). A sample of length 0
+            adds 0.
+        num_tokens: ``token_mean``: loss tokens of all ranks (and micro-batches) of the step.
+        num_samples: ``sample_mean``: samples of all ranks (and micro-batches) of the step.
+        world_size: the number of ranks over which gradients are averaged; not needed for ``rank_mean``.
+
+    Returns:
+        A scalar with a graph, even where there is no token. A mean over nothing is 0.
+
+    Raises:
+        ConfigurationError: an unknown reduction, or a count that it needs is missing or below this rank's own.
+        LengthsError: the lengths do not sum to T_home.
+    """
+    if reduction not in get_args(Reduction):
+        raise ConfigurationError(f"reduction must be one of {', '.join(get_args(Reduction))}, got {reduction!r}")
+    if per_token_loss.dim() != 1:
+        raise ValueError(f"per_token_loss must have shape (T,), got {tuple(per_token_loss.shape)}")
+    num_home_tokens = per_token_loss.shape[0]
+    if reduction == "rank_mean":
+        return per_token_loss.sum() / max(num_home_tokens, 1)
+    num_ranks = _count("world_size", world_size, reduction, minimum=1)
+    if reduction == "token_mean":
+        count = _count("num_tokens", num_tokens, reduction, minimum=num_home_tokens)
+        return per_token_loss.sum() * (num_ranks / max(count, 1))
+    if lengths is None:
+        raise ConfigurationError("sample_mean needs lengths, got None")
+    count = _count("num_samples", num_samples, reduction, minimum=len(lengths))
+    return (per_token_loss * _token_weights(lengths, per_token_loss)).sum() * (num_ranks / max(count, 1))
+
+
+def _token_weights(lengths: Sequence[int], like: Tensor) -> Tensor:
+    """(T,) one over the length of each token's sample; built on the host, so that the device is not waited for."""
+    if sum(lengths) != like.shape[0]:
+        raise LengthsError(f"the lengths sum to {sum(lengths)} tokens, got {like.shape[0]} losses")
+    counts = torch.tensor(lengths, dtype=torch.int64)
+    weights = torch.repeat_interleave(1.0 / counts.clamp(min=1).to(torch.float64), counts)
+    return to_device(weights.to(like.dtype), like.device)
+
+
+def _count(name: str, value: int | None, reduction: str, *, minimum: int) -> int:
+    if value is None or isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise ConfigurationError(f"{reduction} needs {name}, an integer of at least {minimum}, got {value!r}")
+    return value

@@ -1,0 +1,4 @@
+"""Where lengths come from: published workloads, data codes, histograms, data sets of one's own. NumPy only.
+
+Imports ``given``.
+"""
