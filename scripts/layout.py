@@ -17,13 +17,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "knapformer"
 
-PURE = ("version", "errors", "given", "plans", "schedules")
+PURE = ("version", "errors", "given", "workloads", "plans", "schedules", "predict")
 """Rooms that run without torch."""
 
 ORDER = (
     *PURE,
-    "workloads",
-    "predict",
     "execution",
     "streams",
     "balancer",
@@ -38,9 +36,6 @@ ORDER = (
     "cli",
 )
 """Data flows down: each room imports only from those before it, or from itself."""
-
-PURE_TOO = ("workloads", "predict")
-"""Rooms beside the core that run without torch, too."""
 
 START, END = "<!-- made by scripts/layout.py -->", "<!-- end of the map -->"
 

@@ -22,7 +22,7 @@ def modules_of(room: str) -> list[str]:
     return ["knapformer." + file.removesuffix(".py").replace("/", ".").removesuffix(".__init__") for file in files]
 
 
-@pytest.mark.parametrize("room", ["", *layout.PURE, *layout.PURE_TOO])
+@pytest.mark.parametrize("room", ["", *layout.PURE])
 def test_pure_rooms_do_not_import_torch(room):
     modules = modules_of(room) if room else ["knapformer"]
     assert modules

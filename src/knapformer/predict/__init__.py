@@ -1,4 +1,4 @@
-"""What would happen elsewhere: simulated steps, memory, hardware presets, advice, planners side by side.
+"""What would happen elsewhere: simulated steps, memory, hardware presets, advice, planners side by side. NumPy only.
 
 Imports ``given``, ``plans``, ``schedules`` and ``workloads``.
 """
