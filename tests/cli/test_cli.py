@@ -105,7 +105,7 @@ def test_a_mistake_is_one_line_and_exit_code_2(capsys, lengths_file, mistake):
     ("content", "message"),
     [
         ("{", "is not JSON"),
-        ("[1]", "expected"),
+        ("[1]", "is a JSON object, got list"),
         ('{"lengths": [1, 2]}', "expected"),
         ('{"lengths": [[1], [-2]]}', "rank 1: sequence 0"),
         ('{"lengths": [[1], [2.5]]}', "rank 1: sequence 0: a length must be an integer, got 2.5"),

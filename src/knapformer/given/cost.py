@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import combinations
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from knapformer.errors import ConfigurationError
+from knapformer.given.files import read_object
 from knapformer.given.shapes import ModelShape, model_shape
 
 FloatArray = npt.NDArray[np.float64]
@@ -183,15 +183,7 @@ class CostModel:
     @classmethod
     def read(cls, path: str | Path) -> CostModel:
         """Read a cost file (JSON)."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path} is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise ConfigurationError(f"{path}: a cost file is a JSON object, got {type(content).__name__}")
-        return cls.from_dict(content)
+        return cls.from_dict(read_object(path, "a cost file"))
 
     def to_dict(self) -> dict[str, Any]:
         """The content of a cost file; ``from_dict`` of it gives an equal model."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
+from knapformer.given.files import read_object
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 
@@ -177,13 +177,7 @@ def read_lengths(path: str | Path) -> Lengths:
         ConfigurationError: the file cannot be read, is no JSON or has another shape.
         LengthsError: a value in it is no length.
     """
-    try:
-        content = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigurationError(f"{path} is not JSON: {error}") from None
-    rows = content.get("lengths") if isinstance(content, dict) else None
+    rows = read_object(path, "a lengths file").get("lengths")
     if not isinstance(rows, list) or not rows or not all(isinstance(row, list | dict) for row in rows):
         raise ConfigurationError(f"{path}: expected {{\"lengths\": [[rank 0's lengths], [rank 1's], …]}}")
     try:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from knapformer.errors import ConfigurationError, PlanError
 from knapformer.given.cost import MAX_HEADS
+from knapformer.given.files import read_object
 from knapformer.given.lengths import MAX_LENGTH_TOKENS, MAX_RANKS, Lengths, integer_column
 from knapformer.plans.placement import Placement, Segment, Tile, check_cover, check_query_tiles
 
@@ -250,15 +251,7 @@ class Plan:
     @classmethod
     def read(cls, path: str | Path) -> Plan:
         """Read a plan file."""
-        try:
-            content = json.loads(Path(path).read_text())
-        except OSError as error:
-            raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-        except (ValueError, RecursionError) as error:
-            raise ConfigurationError(f"{path} is not JSON: {error}") from None
-        if not isinstance(content, dict):
-            raise ConfigurationError(f"{path}: a plan file is a JSON object, got {type(content).__name__}")
-        return cls.from_dict(content)
+        return cls.from_dict(read_object(path, "a plan file"))
 
     def places(self, lengths: Lengths) -> bool:
         """Whether this is a plan for exactly these lengths."""
