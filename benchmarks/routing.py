@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from knapformer import Balancer, CostModel, __version__
-from knapformer.execution.exchange import send_and_receive
+from knapformer.execution.transport import Messages, send_and_receive
 from knapformer.measure.heap import keep_freed_memory
 
 TARGETS = {"transfer": 1.25, "route": 2.0, "route_backward": 2.0}
@@ -111,7 +111,9 @@ def measure(rank: int, settings: dict[str, Any], folder: str) -> None:
 def transfer(received: Tensor, sent: Tensor, bytes_from: list[int], bytes_to: list[int]) -> None:
     """As the library does it."""
     assert dist.group.WORLD is not None
-    for work in send_and_receive(received, sent, bytes_from, bytes_to, dist.group.WORLD):
+    peers = [rank for rank in range(len(bytes_to)) if rank != dist.get_rank()]
+    messages = Messages(peers, [bytes_from[rank] for rank in peers], [bytes_to[rank] for rank in peers])
+    for work in send_and_receive(received, sent, messages, dist.group.WORLD):
         work.wait()
 
 

@@ -113,7 +113,7 @@ def scratch(rank: int) -> list[int]:
         lengths = [factor * n for n in LENGTHS[rank]]
         layers(balancer.prepare(lengths), tokens(lengths)).sum().backward()
         sizes.append(sum(buffer.numel() for buffer in balancer.channel.scratch._free))
-    assert len(balancer.channel.scratch._free) == 2
+    assert len(balancer.channel.scratch._free) in (1, 2)
     return sizes
 
 
@@ -167,8 +167,8 @@ def in_flight(rank: int) -> bool:
     balancer = make_balancer()
     a, b = balancer.prepare(LENGTHS[rank]), balancer.prepare([4 * n for n in LENGTHS[rank]])
     xs = [torch.arange(64.0 * n).view(-1, 64) + rank for n in (sum(LENGTHS[rank]), 4 * sum(LENGTHS[rank]))]
-    routes = [step._route(("tokens", None), x.device, False) for step, x in zip((a, b), xs, strict=True)]
-    p, q = (exchange.start([x], [route], balancer.channel) for x, route in zip(xs, routes, strict=True))
+    routes = [step._route(("tokens", None), x.device, False, 1) for step, x in zip((a, b), xs, strict=True)]
+    p, q = (exchange.start([x], route, balancer.channel) for x, route in zip(xs, routes, strict=True))
     (y,), (x,) = exchange.finish(q), exchange.finish(p)
     return torch.equal(x, a.route(xs[0])) and torch.equal(y, b.route(xs[1]))
 

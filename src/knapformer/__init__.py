@@ -27,7 +27,7 @@ from knapformer.version import __version__
 if TYPE_CHECKING:
     from knapformer.adapters.published import SequenceBalancer
     from knapformer.balancer import Balancer, Step
-    from knapformer.execution.exchange import Meter
+    from knapformer.execution.transport import Meter
 
 __all__ = [
     "Balancer",
@@ -59,7 +59,7 @@ def __getattr__(name: str) -> Any:
 
         return getattr(balancer, name)
     if name == "Meter":
-        from knapformer.execution.exchange import Meter
+        from knapformer.execution.transport import Meter
 
         return Meter
     if name == "SequenceBalancer":

@@ -17,10 +17,11 @@ from torch import Tensor
 from knapformer.errors import ConfigurationError, LengthsError, PlanError
 from knapformer.execution.attend import BalancedAttention, as_one_dtype
 from knapformer.execution.devices import to_device
-from knapformer.execution.exchange import Channel, Meter, exchange
+from knapformer.execution.exchange import finish, start
 from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
-from knapformer.execution.kernels import KERNELS, choose_kernel
-from knapformer.execution.routes import Route
+from knapformer.execution.kernels import KERNELS
+from knapformer.execution.routes import AnyRoute, JointRoute, Route
+from knapformer.execution.transport import Channel, Meter
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.given.topology import Topology
@@ -29,11 +30,14 @@ from knapformer.plans.plan import Plan
 from knapformer.plans.planners import Evaluation, evaluate, make_plan
 from knapformer.plans.problem import Caps, as_topology
 from knapformer.schedules.attention import attention_schedule
+from knapformer.schedules.joint import JointExchange
 from knapformer.schedules.tokens import Exchange, RankTokens, conditioning_exchange, token_exchange, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
 from knapformer.version import __version__
 
 Planner = str | Callable[[Lengths], Plan]
+Kind = tuple[str, str | None]
+"""Tokens of a stream, or conditioning of a name."""
 
 
 class Balancer:
@@ -87,7 +91,7 @@ class Balancer:
         self.num_kv_heads = num_kv_heads
         self.kernel, self.overlap = kernel, overlap
         self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error, timeout)
-        self.channel = Channel(self.group.data, self.group.rank, meter)
+        self.channel = Channel.over(self.group.data, self.group.rank, meter)
 
     def prepare(
         self,
@@ -233,9 +237,11 @@ class Step:
         self.plan, self.lengths, self.rank = plan, lengths, balancer.group.rank
         self._balancer, self._rows = balancer, dict(conditioning_rows)
         self._tokens = RankTokens.of(plan, self.rank)
-        self._routes: dict[Any, Route] = {}
+        self._schedules: dict[Kind, Exchange] = {}
+        self._routes: dict[Any, AnyRoute] = {}
         self._attentions: dict[Any, BalancedAttention] = {}
         self._device = balancer.group.device
+        self._attention(plan.num_heads, plan.num_kv_heads, self._device)
 
     @property
     def num_ranks(self) -> int:
@@ -296,7 +302,7 @@ class Step:
         return rows
 
     def route(self, *tensors: Tensor, stream: str | None = None) -> Any:
-        """Move tokens from home to the ranks that hold them: one all-to-all per dtype, differentiable.
+        """Move tokens from home to the ranks that hold them: one all-to-all per dtype and width, differentiable.
 
         Args:
             tensors: (rows of this rank's sequences at home, …), any number, dtypes and trailing shapes. Every rank
@@ -344,57 +350,72 @@ class Step:
             ConfigurationError: several dtypes, or causal attention under a plan with tiles of part of the queries.
         """
         q, k, v = as_one_dtype(q, k, v)
-        key = (q.shape[1], k.shape[1], q.device, q.dtype)
+        attention = self._attention(q.shape[1], k.shape[1], q.device)
+        return attention(q, k, v, scale=scale, causal=causal)
+
+    def _attention(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
+        """For all layers with these heads. Those of the cost model are made with the step, others when first used."""
+        key = (num_heads, num_kv_heads, device)
         if key not in self._attentions:
-            self._attentions[key] = self._make_attention(q, k.shape[1])
-        return self._attentions[key](q, k, v, scale=scale, causal=causal)
+            balancer = self._balancer
+            self._attentions[key] = BalancedAttention(
+                attention_schedule(self.plan, self._tokens, self.rank, num_heads, num_kv_heads),
+                balancer.channel,
+                device,
+                num_heads=num_heads,
+                num_kv_heads=num_kv_heads,
+                kernel=balancer.kernel,
+                overlap=balancer.overlap,
+            )
+        return self._attentions[key]
 
-    def _make_attention(self, q: Tensor, num_kv_heads: int) -> BalancedAttention:
-        """For all layers with heads, device and dtype of ``q``; the kernel is chosen here once."""
-        balancer, num_heads = self._balancer, q.shape[1]
-        schedule = attention_schedule(self.plan, self._tokens, self.rank, num_heads, num_kv_heads)
-        return BalancedAttention(
-            schedule,
-            balancer.channel,
-            q.device,
-            num_heads=num_heads,
-            num_kv_heads=num_kv_heads,
-            kernel=choose_kernel(q) if balancer.kernel == "auto" else balancer.kernel,
-            overlap=balancer.overlap,
-        )
-
-    def _exchange(self, tensors: Sequence[Tensor], kind: tuple[str, str | None], *, reverse: bool) -> Any:
+    def _exchange(self, tensors: Sequence[Tensor], kind: Kind, *, reverse: bool) -> Any:
         if not tensors:
             raise ConfigurationError("expected at least one tensor")
         self._device = tensors[0].device
+        rows = [self._as_rows(x, kind, reverse) for x in tensors]
+        alike: dict[Any, list[int]] = {}
+        for i, x in enumerate(rows):
+            alike.setdefault((x.dtype, x.shape[1], x.device), []).append(i)
+        pending = []
+        for (_, _, device), chosen in alike.items():
+            route = self._route(kind, device, reverse, len(chosen))
+            pending.append(start([rows[i] for i in chosen], route, self._balancer.channel))
         outputs: list[Tensor | None] = [None] * len(tensors)
-        for dtype in dict.fromkeys(x.dtype for x in tensors):
-            chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-            routes = [self._route(kind, tensors[i].device, reverse) for i in chosen]
-            flat = [self._as_rows(tensors[i], route) for i, route in zip(chosen, routes, strict=True)]
-            for i, y in zip(chosen, exchange(flat, routes, self._balancer.channel), strict=True):
+        for chosen, flight in zip(alike.values(), pending, strict=True):
+            for i, y in zip(chosen, finish(flight), strict=True):
                 outputs[i] = y.view(y.shape[0], *tensors[i].shape[1:])
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _as_rows(self, x: Tensor, route: Route) -> Tensor:
-        if x.dim() == 0 or x.shape[0] != route.num_in:
-            raise LengthsError(
-                f"rank {self.rank}: expected a tensor of {route.num_in} rows, got shape {tuple(x.shape)}"
-            )
+    def _as_rows(self, x: Tensor, kind: Kind, reverse: bool) -> Tensor:
+        """(units, width)."""
+        schedule = self._schedule(kind)
+        wanted = schedule.num_out if reverse else schedule.num_in
+        if x.dim() == 0 or x.shape[0] != wanted:
+            raise LengthsError(f"rank {self.rank}: expected a tensor of {wanted} rows, got shape {tuple(x.shape)}")
         return x.reshape(x.shape[0], math.prod(x.shape[1:]))
 
-    def _route(self, kind: tuple[str, str | None], device: torch.device, reverse: bool) -> Route:
-        key = (*kind, device, reverse)
-        if key not in self._routes:
-            forward = self._routes.get((*kind, device, False)) or Route.of(self._schedule(*kind), device)
-            self._routes[key] = forward.reversed if reverse else forward
-        return self._routes[key]
+    def _route(self, kind: Kind, device: torch.device, reverse: bool, num_tensors: int) -> AnyRoute:
+        """Made once; for several tensors at once they share one buffer."""
+        if (kind, device, num_tensors) not in self._routes:
+            schedule = self._schedule(kind)
+            self._routes[kind, device, num_tensors] = (
+                Route.of(schedule, device)
+                if num_tensors == 1
+                else JointRoute.of(JointExchange.of([schedule] * num_tensors), device)
+            )
+        route = self._routes[kind, device, num_tensors]
+        return route.reversed if reverse else route
 
-    def _schedule(self, kind: str, name: str | None) -> Exchange:
-        where = (self.plan, self.lengths, self._tokens, self.rank)
-        if kind == "tokens":
-            return token_exchange(*where, stream=name)
-        return conditioning_exchange(*where, rows=None if name is None else self._conditioning_rows(name))
+    def _schedule(self, kind: Kind) -> Exchange:
+        if kind not in self._schedules:
+            where, (what, name) = (self.plan, self.lengths, self._tokens, self.rank), kind
+            self._schedules[kind] = (
+                token_exchange(*where, stream=name)
+                if what == "tokens"
+                else conditioning_exchange(*where, rows=None if name is None else self._conditioning_rows(name))
+            )
+        return self._schedules[kind]
 
     def _conditioning_rows(self, name: str) -> IntArray:
         if name not in self._rows:

@@ -12,19 +12,22 @@ import torch.distributed as dist
 from launch import run_ranks
 
 from knapformer import Balancer, CostModel, Machine
-from knapformer.execution import exchange
+from knapformer.execution import transport
 
 PATIENCE_S = 5.0
 
 
-def all_to_all(received: Any, sent: Any, bytes_from: Any, bytes_to: Any, group: Any) -> list[Any]:
-    return [dist.all_to_all_single(received, sent, list(bytes_from), list(bytes_to), group=group, async_op=True)]
+def all_to_all(received: Any, sent: Any, messages: Any, group: Any) -> list[Any]:
+    bytes_from, bytes_to = [0] * dist.get_world_size(group), [0] * dist.get_world_size(group)
+    for peer, come, go in zip(messages.peers, messages.bytes_from, messages.bytes_to, strict=True):
+        bytes_from[peer], bytes_to[peer] = come, go
+    return [dist.all_to_all_single(received, sent, bytes_from, bytes_to, group=group, async_op=True)]
 
 
 def meet(rank: int, _world: int, folder: str, *, bare: bool) -> None:
     """Pairs of ranks share their sequences; the second pair begins only when the first has done a whole step."""
     if bare:
-        exchange.send_and_receive = all_to_all
+        transport.send_and_receive = all_to_all
     cost = CostModel(hidden=16, num_heads=2, machine=Machine(ranks_per_node=2))
     step = Balancer(cost, planner="ulysses").prepare([40, 30] if rank % 2 == 0 else [])
     assert step.plan.is_split.all() and step.num_tokens == 35

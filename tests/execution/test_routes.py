@@ -43,24 +43,15 @@ PIECE = Blocks.of_rows(np.array([5, 45]), np.array([40, 60]))
 
 
 @pytest.mark.parametrize(("blocks", "has_runs"), [(LONG, True), (SHORT, False), (PIECE, True)])
-def test_takes_puts_and_adds(blocks, has_runs):
+def test_takes_and_puts(blocks, has_runs):
     found, index = Units.of(blocks, CPU), torch.tensor(units(blocks))
     assert (found.runs is not None) == has_runs
     x = torch.arange(400.0).view(200, 2)
-    part, put, added = x.new_empty(found.count, 2), torch.zeros_like(x), torch.ones_like(x)
+    part, put = x.new_empty(found.count, 2), torch.zeros_like(x)
     found.take(x, part)
     assert torch.equal(part, x[index])
     found.put(part, put)
-    found.add(part, added)
     assert torch.equal(put, torch.zeros_like(x).index_copy(0, index, part))
-    assert torch.equal(added, torch.ones_like(x).index_add(0, index, part))
-    counts = [blocks.inner[0].item(), 0, blocks.inner[1:].sum().item()]
-    parts = found.split(counts)
-    assert [p.count for p in parts] == counts
-    again = [x.new_empty(p.count, 2) for p in parts]
-    for own, out in zip(parts, again, strict=True):
-        own.take(x, out)
-    assert torch.equal(torch.cat(again), part)
 
 
 @pytest.mark.parametrize("there", [Blocks.of_rows(np.array([0, 150]), np.array([96, 32])), Blocks.of(0, 1, 0, 128, 1)])

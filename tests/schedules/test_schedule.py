@@ -34,9 +34,9 @@ def carry_out(exchanges: list[Exchange], inputs: list[list[int]]) -> list[list[i
     mail: dict[tuple[int, int], list[int]] = {}
     for rank, (exchange, own) in enumerate(zip(exchanges, inputs, strict=True)):
         assert len(own) == exchange.num_in
-        assert exchange.send_counts[rank] == exchange.receive_counts[rank] == 0
+        assert rank not in exchange.peers.tolist() and (exchange.send_counts + exchange.receive_counts).all()
         leaving = iter([own[i] for i in units(exchange.send)])
-        for other, count in enumerate(exchange.send_counts.tolist()):
+        for other, count in zip(exchange.peers.tolist(), exchange.send_counts.tolist(), strict=True):
             mail[rank, other] = [next(leaving) for _ in range(count)]
         assert not list(leaving)
     return [receive(rank, exchange, inputs[rank], mail) for rank, exchange in enumerate(exchanges)]
@@ -46,7 +46,8 @@ def receive(rank: int, exchange: Exchange, own: list[int], mail: dict[tuple[int,
     out = [0 if exchange.adds_up else NOTHING] * exchange.num_out
     kept = [own[i] for i in units(exchange.keep_from)]
     arriving = []
-    for other, count in enumerate(exchange.receive_counts.tolist()):
+    assert {other for (other, to), sent in mail.items() if to == rank and sent} <= set(exchange.peers.tolist())
+    for other, count in zip(exchange.peers.tolist(), exchange.receive_counts.tolist(), strict=True):
         assert len(mail[other, rank]) == count, f"{other} -> {rank}"
         arriving += mail[other, rank]
     for where, values in ((exchange.keep_to, kept), (exchange.receive, arriving)):
@@ -182,6 +183,10 @@ def test_notices_a_wrong_exchange():
     exchanges[rank] = replace(good, receive=good.receive.take(np.arange(len(good.receive.start))[::-1]))
     with pytest.raises(AssertionError):
         assert carry_out(exchanges, home) == expected
-    exchanges[rank] = replace(good, receive=good.receive.take(np.arange(len(good.receive.start) - 1)))
+    exchanges[rank] = replace(
+        good,
+        receive=good.receive.take(np.arange(len(good.receive.start) - 1)),
+        source=good.source[:-1],
+    )
     with pytest.raises((AssertionError, ValueError)):
         carry_out(exchanges, home)

@@ -11,7 +11,7 @@ from plan_cases import random_plan, random_ranks
 from torch import Tensor
 
 from knapformer import Balancer, CostModel, Lengths, Plan
-from knapformer.execution.exchange import Meter
+from knapformer.execution.transport import Meter
 
 DTYPES = (
     torch.float32,

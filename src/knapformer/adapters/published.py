@@ -27,9 +27,10 @@ from knapformer.adapters.routing_plan import (
 )
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
 from knapformer.execution.devices import to_device
-from knapformer.execution.exchange import Channel, exchange
+from knapformer.execution.exchange import finish, start
 from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
-from knapformer.execution.routes import Route
+from knapformer.execution.routes import AnyRoute, Route
+from knapformer.execution.transport import Channel
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, parse_local_lengths
 from knapformer.given.topology import Topology
@@ -77,7 +78,7 @@ class SequenceBalancer:
         starts = [sum(self.topology.bag_sizes[:i]) for i in range(len(self.topology.bag_sizes) + 1)]
         self._bag = next(i for i, end in enumerate(starts[1:]) if self.group.rank < end)
         self._bag_ranks = range(starts[self._bag], starts[self._bag + 1])
-        self._bag_channel = Channel(self._make_bag_group(), self.group.rank - self._bag_ranks.start)
+        self._bag_channel = Channel.over(self._make_bag_group(), self.group.rank - self._bag_ranks.start)
         self._step: _Step | None = None
         self.turn_off_tracking()
         self.tracked_tflops: list[float] = []
@@ -254,35 +255,31 @@ class SequenceBalancer:
     def _move(
         self, rows: Tensor, features: Sequence[Tensor] | None, *, reverse: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
-        """One all-to-all per dtype."""
+        """One all-to-all for each tensor, all of them under way at once."""
         tensors = [rows, *(features or [])]
-        channel, step = Channel(self.group.data, self.group.rank), self._current
-        moved: list[Tensor] = list(tensors)
-        for dtype in dict.fromkeys(x.dtype for x in tensors):
-            chosen = [i for i, x in enumerate(tensors) if x.dtype == dtype]
-            routes = [step.route(tensors[i], reverse) for i in chosen]
-            flat = [tensors[i].reshape(len(tensors[i]), _width(tensors[i])) for i in chosen]
-            for i, out in zip(chosen, exchange(flat, routes, channel), strict=True):
-                moved[i] = out.view(out.shape[0], *tensors[i].shape[1:])
+        channel, step = Channel.over(self.group.data, self.group.rank), self._current
+        pending = [start([x.reshape(len(x), _width(x))], step.route(x, reverse), channel) for x in tensors]
+        moved = [finish(p)[0].view(-1, *x.shape[1:]) for p, x in zip(pending, tensors, strict=True)]
         return moved[0], None if features is None else moved[1:]
 
     def _exchange_heads(self, tensors: Sequence[Tensor], *, reverse: bool) -> tuple[Tensor, ...]:
-        """(T, heads, D) to (rows of the bag, heads / ranks, D), or back, in one collective."""
+        """(T, heads, D) to (rows of the bag, heads / ranks, D), or back, all tensors at once."""
         num_ranks = len(self._bag_ranks)
         if num_ranks == 1:
             return tuple(tensors)
-        routes = []
+        pending = []
         for x in tensors:
             heads = x.shape[1] if reverse else split_evenly(x.shape[1], num_ranks)
-            route = self._current.head_route(self._bag, self._bag_channel.rank, heads, x.device)
-            routes.append(route.reversed if reverse else route)
-            rows = routes[-1].num_in // x.shape[1]
+            forward = self._current.head_route(self._bag, self._bag_channel.rank, heads, x.device)
+            route = forward.reversed if reverse else forward
+            rows = route.num_in // x.shape[1]
             if len(x) != rows:
                 raise LengthsError(f"rank {self.this_gpu_id}: expected {rows} rows of attention, got {tuple(x.shape)}")
-        flat = [x.reshape(x.shape[0] * x.shape[1], x.shape[2]) for x in tensors]
-        shapes = [(x.shape[1] * num_ranks if reverse else x.shape[1] // num_ranks, x.shape[2]) for x in tensors]
-        moved = exchange(flat, routes, self._bag_channel)
-        return tuple(y.view(len(y) // heads, heads, width) for y, (heads, width) in zip(moved, shapes, strict=True))
+            pending.append(start([x.reshape(x.shape[0] * x.shape[1], x.shape[2])], route, self._bag_channel))
+        heads_after = [x.shape[1] * num_ranks if reverse else x.shape[1] // num_ranks for x in tensors]
+        return tuple(
+            finish(p)[0].view(-1, n, x.shape[2]) for p, n, x in zip(pending, heads_after, tensors, strict=True)
+        )
 
     @staticmethod
     def _int32(lengths: Sequence[int], like: Tensor) -> Tensor:
@@ -296,7 +293,7 @@ class _Step:
         self.rank, self.plan, self.lengths, self.routing = rank, plan, lengths, routing
         self._routes: dict[Any, Route] = {}
 
-    def route(self, x: Tensor, reverse: bool) -> Route:
+    def route(self, x: Tensor, reverse: bool) -> AnyRoute:
         """Of rows: home order to chunks by id."""
         key = ("rows", x.device)
         if key not in self._routes:
@@ -318,7 +315,6 @@ class _Step:
             own_rows, ranks = int(sizes[:, rank].sum()), np.arange(num_ranks)
             schedule = make_exchange(
                 rank,
-                num_ranks,
                 send=Blocks.of(ranks * heads, own_rows, heads * num_ranks, heads, 1),
                 destination=ranks,
                 # The bag's sequences lie chunk after chunk; a chunk comes from its own rank.

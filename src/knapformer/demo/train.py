@@ -20,8 +20,8 @@ from knapformer.balancer import Balancer
 from knapformer.demo.config import TrainConfig
 from knapformer.demo.samples import Album, SampleSpec, draw_specs
 from knapformer.demo.trainee import Batch, Trainee, sample_mean_loss
-from knapformer.execution.exchange import Meter
 from knapformer.execution.groups import BalancingGroup, gather_values, wait_for_all
+from knapformer.execution.transport import Meter
 from knapformer.given.cost import CostModel
 from knapformer.measure.calibrate import Pack, calibrate, default_packs
 from knapformer.measure.clocks import clock_of_step

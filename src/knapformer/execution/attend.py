@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from torch.nn import functional
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
-from knapformer.execution.exchange import Channel, exchange, finish, start
-from knapformer.execution.kernels import Offsets, varlen_attention
-from knapformer.execution.routes import Route
+from knapformer.execution.exchange import exchange, finish, start
+from knapformer.execution.kernels import Offsets, choose_kernel, varlen_attention
+from knapformer.execution.routes import JointRoute
+from knapformer.execution.transport import Channel
 from knapformer.schedules.attention import AttentionSchedule
 
 Tensors = tuple[Tensor, ...]
@@ -45,8 +47,9 @@ class BalancedAttention:
     ) -> None:
         self.schedule, self.channel, self.kernel, self.overlap = schedule, channel, kernel, overlap
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.queries, self.keys = (Route.of(e, device) for e in (schedule.queries, schedule.keys))
-        self.outputs = self.queries.reversed
+        self._kernels: dict[Any, str] = {}
+        self.before = JointRoute.of(schedule.before, device)
+        self.after = JointRoute.of(schedule.after, device).reversed
         self.cu_whole = _offsets(schedule.whole_lengths, device)
         self.cu_queries = _offsets(schedule.query_lengths, device)
         self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query], device)
@@ -55,7 +58,7 @@ class BalancedAttention:
     @property
     def num_rows(self) -> int:
         """Rows that q, k and v have on this rank."""
-        return self.cu_whole[-1] + self.queries.num_in // self.num_heads
+        return self.cu_whole[-1] + self.schedule.queries.num_in // self.num_heads
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """Attend. Every rank of the group calls it for every layer: two all-to-alls, unless no sequence is split.
@@ -81,28 +84,42 @@ class BalancedAttention:
             return self._whole((q, k, v), scale, causal)
         if causal and self.schedule.has_query_tiles:
             raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
-        width = q.shape[-1]
         own, shared = self._apart(q, k, v)
-        pending = start([x.reshape(-1, width) for x in shared], (self.queries, self.keys, self.keys), self.channel)
+        pending = start([x.reshape(-1, x.shape[-1]) for x in shared], self.before, self.channel)
         if self.overlap:
             whole = self._whole(own, scale, causal)
             tiles = finish(pending)
         else:
             tiles = finish(pending)
             whole = self._whole(own, scale, causal)
-        (split,) = exchange([self._tiles(tiles, scale, causal)], [self.outputs], self.channel)
-        return torch.cat([whole, split.view(-1, self.num_heads, width)])
+        (split,) = exchange([self._tiles(tiles, scale, causal)], self.after, self.channel)
+        split = split.view(-1, self.num_heads, split.shape[-1])
+        return torch.cat([whole, split]) if self.cu_whole[-1] else split
 
     def _apart(self, *tensors: Tensor) -> tuple[Tensors, Tensors]:
-        """Rows of whole sequences and rows of split ones; split and not sliced, which costs less in backward."""
+        """Rows of whole sequences and rows of split ones; split and not sliced, which costs less in backward.
+
+        Attention keeps the whole sequences' rows until the backward pass, and with them the memory of the tensors that
+        they are a part of. Where that is more than half of it, they are copied, and the split ones' memory is free.
+        """
         num_whole = self.cu_whole[-1]
-        own, shared = zip(*(x.split([num_whole, x.shape[0] - num_whole]) for x in tensors), strict=True)
-        return own, shared
+        num_split = tensors[0].shape[0] - num_whole
+        if not num_whole:
+            return tuple(x[:0] for x in tensors), tensors
+        own, shared = zip(*(x.split([num_whole, num_split]) for x in tensors), strict=True)
+        return tuple(x.clone() for x in own) if num_split > num_whole else own, shared
 
     def _whole(self, tensors: Tensors, scale: float | None, causal: bool) -> Tensor:
         q, k, v = tensors
         cu = self.cu_whole
-        return varlen_attention(q, k, v, cu, cu, scale=scale, causal=causal, kernel=self.kernel)
+        return varlen_attention(q, k, v, cu, cu, scale=scale, causal=causal, kernel=self._kernel(q))
+
+    def _kernel(self, q: Tensor) -> str:
+        """Of all tensors of a dtype, head width and device; chosen once."""
+        key = (q.dtype, q.shape[-1], q.device)
+        if key not in self._kernels:
+            self._kernels[key] = choose_kernel(q) if self.kernel == "auto" else self.kernel
+        return self._kernels[key]
 
     def _tiles(self, received: Tensors, scale: float | None, causal: bool) -> Tensor:
         """(rows of entries, D): each entry is one head of one tile, and a batch entry of one head for the kernel."""
@@ -112,7 +129,7 @@ class BalancedAttention:
             k, v = (functional.embedding(self.expand_keys, x) for x in (k, v))
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         cu_q, cu_k = self.cu_queries, self.cu_keys
-        return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self.kernel).squeeze(1)
+        return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self._kernel(q)).squeeze(1)
 
 
 def as_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

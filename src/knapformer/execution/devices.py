@@ -14,7 +14,12 @@ def to_device(values: np.ndarray[Any, Any] | Tensor, device: torch.device | str)
 
     From memory that is not pinned the copy would begin only after all of that, an exchange with a slow rank included.
     """
+    with torch.inference_mode(False):  # what is born in inference mode could not be saved for a backward pass
+        return _copied(values, torch.device(device))
+
+
+def _copied(values: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
     on_host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
-    if torch.device(device).type == "cuda" and on_host.device.type == "cpu" and not on_host.requires_grad:
+    if device.type == "cuda" and on_host.device.type == "cpu" and not on_host.requires_grad:
         on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)

@@ -318,7 +318,9 @@ def _all_gather(group: BalancingGroup, numbers: np.ndarray, counts: list[int] | 
     own[: len(numbers)] = torch.from_numpy(np.array(numbers, np.int64))
     table = torch.empty(group.size, longest, dtype=torch.int64)
     if longest:
-        dist.all_gather(list(table.unbind()), own, group=group.control)
+        # The name of torch 2.13; before, and with a warning since, it is all_gather_into_tensor.
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(table.view(-1), own, group=group.control)
     rows = table.numpy()
     return rows if counts is None else [row[:count] for row, count in zip(rows, counts, strict=True)]
 

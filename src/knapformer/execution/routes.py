@@ -1,4 +1,8 @@
-"""Exchanges on a device: where the units lie that are taken from a tensor, and put into one."""
+"""Exchanges on a device: where the units lie that are taken from a tensor, and put into one.
+
+A ``Route`` moves one tensor: rows in one piece are not copied, and rows that stay are moved while the rest is under
+way. A ``JointRoute`` moves several of one width through one buffer, with one gather before and one after.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,7 @@ import torch
 from torch import Tensor
 
 from knapformer.execution.devices import to_device
+from knapformer.schedules.joint import JointExchange
 from knapformer.schedules.tokens import Blocks, Exchange, starts_of
 
 MIN_RUN_UNITS = 32
@@ -44,18 +49,6 @@ class Units:
             return cls(count, tuple(zip(start.tolist(), inner.tolist(), strict=True)), None, span)
         return cls(count, None, expand(blocks, device), span)
 
-    def split(self, counts: Sequence[int]) -> list[Units]:
-        """The first ``counts[0]`` of them, and so on; runs end where parts do."""
-        if self.index is not None:
-            return [Units(len(part), None, part) for part in self.index.split(list(counts))]
-        parts, runs = [], iter(self.runs or ())
-        for count in counts:
-            own: list[tuple[int, int]] = []
-            while sum(n for _, n in own) < count:
-                own.append(next(runs))
-            parts.append(Units(count, tuple(own), None))
-        return parts
-
     def bytes_of(self, x: Tensor) -> Tensor | None:
         """The units of ``x`` (units, width) as flat uint8 of the same memory, where they are one piece."""
         if self.span is None or not x.is_contiguous():
@@ -81,16 +74,6 @@ class Units:
             out.narrow(0, start, count).copy_(part.narrow(0, at, count))
             at += count
 
-    def add(self, part: Tensor, out: Tensor) -> None:
-        """Add ``part`` (count, width) to the units of ``out``; no unit occurs twice."""
-        if self.index is not None:
-            out.index_add_(0, self.index, part.to(out.dtype))
-            return
-        at = 0
-        for start, count in self.runs or ():
-            out.narrow(0, start, count).add_(part.narrow(0, at, count))
-            at += count
-
 
 def move(x: Tensor, taken: Units, out: Tensor, given: Units) -> None:
     """Copy units of one tensor to units of another, as many."""
@@ -106,13 +89,16 @@ def move(x: Tensor, taken: Units, out: Tensor, given: Units) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Route:
-    """An exchange on a device.
+    """An exchange of one tensor on a device: rows that lie in one piece go from and to the tensors themselves.
 
     Attributes:
-        send, receive, keep_from, keep_to: see ``knapformer.schedules.tokens.Exchange``.
-        send_counts, receive_counts: units to and from each rank.
+        peers: ranks that something is exchanged with.
+        send, receive, keep_from, keep_to, num_in, num_out, is_local: see ``knapformer.schedules.tokens.Exchange``.
+        send_counts, receive_counts: units to and from each peer.
+        joint: the same exchange through one buffer, by which sums come back where the exchange makes copies.
     """
 
+    peers: tuple[int, ...]
     send: Units
     send_counts: tuple[int, ...]
     receive: Units
@@ -122,12 +108,12 @@ class Route:
     num_in: int
     num_out: int
     is_local: bool
-    has_copies: bool
-    adds_up: bool
+    joint: JointRoute | None = None
 
     @classmethod
     def of(cls, schedule: Exchange, device: torch.device) -> Route:
         return cls(
+            tuple(schedule.peers.tolist()),
             Units.of(schedule.send, device),
             tuple(schedule.send_counts.tolist()),
             Units.of(schedule.receive, device),
@@ -137,14 +123,16 @@ class Route:
             schedule.num_in,
             schedule.num_out,
             schedule.is_local,
-            schedule.has_copies,
-            schedule.adds_up,
+            JointRoute.of(JointExchange.of([schedule]), device) if schedule.has_copies else None,
         )
 
     @cached_property
-    def reversed(self) -> Route:
-        """The route that brings the output's units back; see ``knapformer.schedules.tokens.Exchange.reversed``."""
+    def reversed(self) -> Route | JointRoute:
+        """What brings the output's units back; see ``knapformer.schedules.tokens.Exchange.reversed``."""
+        if self.joint is not None:
+            return self.joint.reversed
         return Route(
+            self.peers,
             self.receive,
             self.receive_counts,
             self.send,
@@ -154,9 +142,145 @@ class Route:
             self.num_out,
             self.num_in,
             self.is_local,
-            has_copies=self.adds_up,
-            adds_up=self.has_copies,
         )
+
+
+@dataclass(frozen=True, eq=False)
+class Region:
+    """Units of tensors in two regions of the buffer of a joint exchange.
+
+    Attributes:
+        source: (positions,) int64, the unit that lies at each position; units of all tensors, one after another.
+        nums: units of each tensor.
+        has_copies: a unit may lie at several positions, or at none.
+        own: the positions of the middle region, which of the others are lower ranks': ``(first, last, lower)``.
+    """
+
+    source: Tensor
+    nums: tuple[int, ...]
+    has_copies: bool
+    own: tuple[int, int, int]
+
+    @property
+    def num_positions(self) -> int:
+        """Of both regions."""
+        return self.source.shape[0]
+
+    @cached_property
+    def positions(self) -> Tensor:
+        """(positions,) int64, where each unit lies, by unit; positions of one unit in order of rank."""
+        with torch.inference_mode(False):
+            if self.has_copies:
+                first, last, lower = self.own
+                order = torch.arange(len(self.source), device=self.source.device)
+                others = torch.cat([order[:first], order[last:]])
+                by_rank = torch.cat([others[:lower], order[first:last], others[lower:]])
+                return by_rank[torch.argsort(self.source[by_rank], stable=True)]
+            positions = torch.empty_like(self.source)
+            positions[self.source] = torch.arange(len(self.source), device=self.source.device)
+            return positions
+
+    @cached_property
+    def units(self) -> Tensor:
+        """(positions,) the units of ``positions``: ascending."""
+        with torch.inference_mode(False):
+            return self.source[self.positions]
+
+    def pack(self, tensors: Sequence[Tensor], buffer: Tensor) -> None:
+        """Fill the two regions, ``buffer`` (positions, width), with units of the tensors (units, width): one gather."""
+        torch.index_select(torch.cat(list(tensors)) if len(tensors) > 1 else tensors[0], 0, self.source, out=buffer)
+
+    def unpack(self, buffer: Tensor) -> tuple[Tensor, ...]:
+        """The tensors; what lies at several positions is summed in order of rank, in float32 at least."""
+        found = buffer.index_select(0, self.positions)
+        if self.has_copies:
+            found = sum_runs(found, self.units, sum(self.nums))
+        return found.split(list(self.nums)) if len(self.nums) > 1 else (found,)
+
+
+@dataclass(frozen=True, eq=False)
+class JointRoute:
+    """An exchange of several tensors of one width on a device, with one gather to pack them and one to unpack them.
+
+    Attributes:
+        peers: ranks that something is exchanged with.
+        send_counts, receive_counts: units to and from each of them.
+        taken, given: the units of the inputs in the first two regions of the buffer, of the outputs in the last two;
+            see ``knapformer.schedules.joint``.
+        num_kept: units of the middle region.
+        is_reversed: what leaves lies in the last region, and what arrives in the first one.
+    """
+
+    peers: tuple[int, ...]
+    send_counts: tuple[int, ...]
+    receive_counts: tuple[int, ...]
+    taken: Region
+    given: Region
+    num_kept: int
+    is_local: bool
+    is_reversed: bool = False
+
+    @classmethod
+    def of(cls, schedule: JointExchange, device: torch.device) -> JointRoute:
+        kept, (sent_lower, received_lower) = schedule.num_kept, schedule.lower
+        num_sent = int(schedule.send_counts.sum())
+        taken = expand(schedule.taken, device), schedule.nums_in, schedule.has_copies
+        given = expand(schedule.given, device), schedule.nums_out, False
+        return cls(
+            tuple(schedule.peers.tolist()),
+            tuple(schedule.send_counts.tolist()),
+            tuple(schedule.receive_counts.tolist()),
+            Region(*taken, (num_sent, num_sent + kept, sent_lower)),
+            Region(*given, (0, kept, received_lower)),
+            kept,
+            schedule.is_local,
+        )
+
+    @cached_property
+    def reversed(self) -> JointRoute:
+        """What brings the outputs' units back."""
+        return JointRoute(
+            self.peers,
+            self.receive_counts,
+            self.send_counts,
+            self.given,
+            self.taken,
+            self.num_kept,
+            self.is_local,
+            not self.is_reversed,
+        )
+
+    @property
+    def num_in(self) -> int:
+        """Units of all inputs."""
+        return sum(self.taken.nums)
+
+    @property
+    def num_out(self) -> int:
+        """Units of all outputs."""
+        return sum(self.given.nums)
+
+
+AnyRoute = Route | JointRoute
+
+
+def sum_runs(found: Tensor, units: Tensor, num_units: int) -> Tensor:
+    """(num_units, width) sums of the rows of each unit, one after another, in float32 at least; 0 where it has none.
+
+    Args:
+        found: (rows, width).
+        units: (rows,) ascending.
+    """
+    wide = torch.promote_types(found.dtype, torch.float32)
+    if found.device.type == "cpu":
+        return (
+            found.new_zeros(num_units, found.shape[1], dtype=wide).index_add_(0, units, found.to(wide)).to(found.dtype)
+        )
+    # On CUDA index_add is a race; a segment's rows are added one after another.
+    counts = torch.zeros(num_units, dtype=torch.int64, device=units.device).scatter_add_(
+        0, units, torch.ones_like(units)
+    )
+    return torch.segment_reduce(found.to(wide), "sum", lengths=counts, axis=0, initial=0, unsafe=True).to(found.dtype)
 
 
 def expand(blocks: Blocks, device: torch.device) -> Tensor:

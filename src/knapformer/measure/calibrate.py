@@ -17,8 +17,8 @@ from torch import Tensor
 
 from knapformer.balancer import Balancer
 from knapformer.errors import ConfigurationError
-from knapformer.execution.exchange import Meter
 from knapformer.execution.groups import BalancingGroup, gather_values, wait_for_all
+from knapformer.execution.transport import Meter
 from knapformer.given.cost import CostModel, Fit, PackSample, fit
 
 Pack = tuple[int, ...]

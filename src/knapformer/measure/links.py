@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from knapformer.errors import ConfigurationError
-from knapformer.execution.exchange import send_and_receive
 from knapformer.execution.groups import BalancingGroup, gather_values, subgroup, wait_for_all
+from knapformer.execution.transport import Messages, send_and_receive
 
 SMALL_BYTES, LARGE_BYTES = 1_024, 16_000_000
 PROBES, WARM_UP = 12, 2
@@ -63,14 +63,15 @@ def _measure(group: BalancingGroup, groups: list[list[int]]) -> Link:
     own, size = subgroup(group.data, groups), len(groups[0])
     times = {}
     for num_bytes in (SMALL_BYTES, LARGE_BYTES):
-        splits = [0 if rank == dist.get_rank(own) else num_bytes // size for rank in range(size)]
-        sent = torch.ones(sum(splits), dtype=torch.uint8, device=group.device)
+        peers = [rank for rank in range(size) if rank != dist.get_rank(own)]
+        messages = Messages(peers, *[[num_bytes // size] * len(peers)] * 2)
+        sent = torch.ones(sum(messages.bytes_to), dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
         seconds = []
         for _ in range(PROBES):
             wait_for_all(group)
             began = time.perf_counter()
-            for work in send_and_receive(received, sent, splits, splits, own):
+            for work in send_and_receive(received, sent, messages, own):
                 work.wait()
             if group.device.type == "cuda":
                 torch.cuda.synchronize()

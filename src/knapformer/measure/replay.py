@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from knapformer.errors import ConfigurationError
 from knapformer.execution.attend import BalancedAttention
-from knapformer.execution.exchange import Channel
+from knapformer.execution.transport import Channel
 from knapformer.given.cost import CostModel
 from knapformer.measure.runner import ModelRunner, Stopwatch
 from knapformer.plans.plan import Plan
@@ -36,13 +36,14 @@ class ReplayAttention(BalancedAttention):
         if self.schedule.is_local:
             return self._whole((q, k, v), scale, causal)
         width = q.shape[-1]
+        queries, keys = self.schedule.queries, self.schedule.keys
         own, shared = self._apart(q, k, v)
         whole = self._whole(own, scale, causal)
         tiles = tuple(
-            _StandIn.apply(x.reshape(-1, width), route.num_out)
-            for x, route in zip(shared, (self.queries, self.keys, self.keys), strict=True)
+            _StandIn.apply(x.reshape(-1, width), way.num_out)
+            for x, way in zip(shared, (queries, keys, keys), strict=True)
         )
-        split = _StandIn.apply(self._tiles(tiles, scale, causal), self.queries.num_in)
+        split = _StandIn.apply(self._tiles(tiles, scale, causal), queries.num_in)
         return torch.cat([whole, split.view(-1, self.num_heads, width)])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -45,23 +46,46 @@ def traffic(plan: Plan, cost: CostModel) -> Traffic:
     key_source, key_target, key_units = _crossing(segments, _key_tiles(plan, split), plan.num_sequences)
 
     unit_bytes = cost.bytes_per_head_token
-    queries = np.zeros((num_ranks, num_ranks))
-    np.add.at(queries, (source, target), query_units * unit_bytes)
-    before = queries.copy()
-    np.add.at(before, (key_source, key_target), 2 * key_units * unit_bytes)
-
-    meets = (before + queries) > 0
-    meets |= meets.T
-    exchanging = meets.any(axis=1)
-    meets[exchanging, exchanging] = True
-    left, right = np.nonzero(meets)
+    queries = _Flows.summed(source, target, query_units * unit_bytes, num_ranks)
+    before = _Flows.summed(
+        np.concatenate([source, key_source]),
+        np.concatenate([target, key_target]),
+        np.concatenate([query_units, 2 * key_units]) * unit_bytes,
+        num_ranks,
+    )
+    exchanging = np.unique(np.concatenate([before.source, before.target]))
+    pairs = np.unique(
+        np.concatenate(
+            [
+                before.source * num_ranks + before.target,
+                before.target * num_ranks + before.source,
+                exchanging * (num_ranks + 1),
+            ]
+        )
+    )
+    left, right = np.divmod(pairs, num_ranks)
     return Traffic(
-        before_s=_link_s(before, cost),
-        after_s=_link_s(queries.T, cost),
-        bytes=float(before.sum() + queries.sum()),
+        before_s=_link_s(before, cost, num_ranks),
+        after_s=_link_s(_Flows(queries.target, queries.source, queries.bytes), cost, num_ranks),
+        bytes=float(before.bytes.sum() + queries.bytes.sum()),
         left=left,
         right=right,
     )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Flows:
+    """(F,) bytes from one rank to another; each pair of ranks once, and only those that exchange something."""
+
+    source: IntArray
+    target: IntArray
+    bytes: FloatArray
+
+    @classmethod
+    def summed(cls, source: IntArray, target: IntArray, sent: npt.NDArray[Any], num_ranks: int) -> _Flows:
+        pairs, index = np.unique(source * num_ranks + target, return_inverse=True)
+        first, second = np.divmod(pairs, num_ranks)
+        return cls(first, second, np.bincount(index, sent, minlength=len(pairs)))
 
 
 def _rows(
@@ -98,13 +122,15 @@ def _crossing(segments: IntArray, tiles: IntArray, num_sequences: int) -> tuple[
     return segments[1][segment], tiles[1][tile], rows * tiles[4][tile]
 
 
-def _link_s(flow: FloatArray, cost: CostModel) -> FloatArray:
+def _link_s(flows: _Flows, cost: CostModel, num_ranks: int) -> FloatArray:
     """(N,) seconds: the larger direction inside nodes, and the larger direction between them."""
     machine = cost.machine
-    node = machine.rank_nodes(len(flow))
-    near = node[:, None] == node[None, :]
-    seconds = np.zeros(len(flow))
+    node = machine.rank_nodes(num_ranks)
+    near = node[flows.source] == node[flows.target]
+    seconds = np.zeros(num_ranks)
     for mask, bandwidth in ((near, machine.intra_node_bytes_per_s), (~near, machine.inter_node_bytes_per_s)):
-        chosen = np.where(mask, flow, 0.0)
-        seconds += np.maximum(chosen.sum(axis=1), chosen.sum(axis=0)) / bandwidth
+        out, into = (
+            np.bincount(ends[mask], flows.bytes[mask], minlength=num_ranks) for ends in (flows.source, flows.target)
+        )
+        seconds += np.maximum(out, into) / bandwidth
     return seconds

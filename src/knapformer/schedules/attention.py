@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
 from knapformer.plans.plan import Plan
+from knapformer.schedules.joint import JointExchange
 from knapformer.schedules.tokens import Blocks, Columns, Exchange, IntArray, RankTokens, make_exchange, starts_of
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class AttentionSchedule:
     """What a rank does in attention. Units are heads of tokens, of the rows after the whole sequences' rows.
 
@@ -38,6 +40,16 @@ class AttentionSchedule:
     has_query_tiles: bool
     is_local: bool
 
+    @cached_property
+    def before(self) -> JointExchange:
+        """q, k and v to the ranks that compute their heads."""
+        return JointExchange.of([self.queries, self.keys, self.keys])
+
+    @cached_property
+    def after(self) -> JointExchange:
+        """The reversed one brings the output back."""
+        return JointExchange.of([self.queries])
+
 
 def attention_schedule(
     plan: Plan, tokens: RankTokens, rank: int, num_heads: int | None = None, num_kv_heads: int | None = None
@@ -54,12 +66,18 @@ def attention_schedule(
     split = plan.is_split
     if num_heads is not None:
         plan = plan.with_heads(num_heads, num_kv_heads)
+    has_query_tiles = bool((plan.tile_query_end - plan.tile_query_start < plan.lengths[plan.tile_sequence]).any())
+    # Only sequences in which this rank has a part: what is made here does not grow with the world.
+    own_tiles = plan.tile_sequence[plan.tile_rank == rank]
+    involved = np.zeros(plan.num_sequences, bool)
+    involved[tokens.sequence[tokens.num_whole :]] = involved[own_tiles] = True
+    involved &= split
     segments = _columns(plan.segment_sequence, plan.segment_rank, plan.segment_start, plan.segment_end)
-    segments = _where(segments, split[segments["sequence"]])
+    segments = _where(segments, involved[segments["sequence"]])
     tiles = _columns(plan.tile_sequence, plan.tile_rank, plan.tile_query_start, plan.tile_query_end)
     tiles |= {"head_start": plan.tile_head_start.astype(np.int64), "head_end": plan.tile_head_end.astype(np.int64)}
-    tiles = _where(tiles, split[tiles["sequence"]])
-    spans = key_spans(tiles, plan)
+    tiles = _where(tiles, involved[tiles["sequence"]])
+    spans, is_local = key_spans(tiles, plan), not split.any()
     rest = slice(tokens.num_whole, None)
     split_tokens = RankTokens(tokens.sequence[rest], tokens.start[rest], tokens.end[rest], 0)
     own_tiles, own_spans = (_where(t, t["rank"] == rank) for t in (tiles, spans))
@@ -67,18 +85,18 @@ def attention_schedule(
     span_heads = own_spans["head_end"] - own_spans["head_start"]
     return AttentionSchedule(
         whole_lengths=tuple(tokens.lengths[: tokens.num_whole].tolist()),
-        queries=_head_exchange(plan, rank, segments, tiles, split_tokens, plan.num_heads),
-        keys=_head_exchange(plan, rank, segments, spans, split_tokens, plan.num_kv_heads),
+        queries=_head_exchange(plan, rank, segments, tiles, split_tokens, plan.num_heads, is_local),
+        keys=_head_exchange(plan, rank, segments, spans, split_tokens, plan.num_kv_heads, is_local),
         query_lengths=np.repeat(own_tiles["end"] - own_tiles["start"], heads),
         key_lengths=np.repeat(own_spans["end"] - own_spans["start"], span_heads),
         key_of_query=_key_of_query(own_tiles, own_spans, plan.num_heads // plan.num_kv_heads),
-        has_query_tiles=bool((tiles["end"] - tiles["start"] < plan.lengths[tiles["sequence"]]).any()),
-        is_local=not split.any(),
+        has_query_tiles=has_query_tiles,
+        is_local=is_local,
     )
 
 
 def _head_exchange(
-    plan: Plan, rank: int, segments: Columns, tiles: Columns, own: RankTokens, num_heads: int
+    plan: Plan, rank: int, segments: Columns, tiles: Columns, own: RankTokens, num_heads: int, is_local: bool
 ) -> Exchange:
     """Tokens by segment with all heads, to tiles of heads ``head_start:head_end`` and rows ``start:end``."""
     held = segments["rank"] == rank
@@ -104,13 +122,12 @@ def _head_exchange(
     has_copies = bool((covered > plan.lengths * num_heads).any())
     return make_exchange(
         rank,
-        plan.world_size,
         send=Blocks.of(send_start, heads, 1, count, num_heads).take(leaves),
         destination=tiles["rank"][tile][leaves],
         receive=Blocks.of(receive_start, heads, rows, count, 1).take(arrives),
         source=segments["rank"][segment][arrives],
         num_in=own.num_rows * num_heads,
-        is_local=not len(segments["rank"]),
+        is_local=is_local,
         has_copies=has_copies,
     )
 

@@ -8,7 +8,8 @@ The reversed exchange is derived, never written twice.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -57,16 +58,30 @@ class Blocks:
         """Some of the blocks."""
         return Blocks(*(getattr(self, f.name)[index] for f in fields(self)))
 
+    def moved(self, units: int) -> Blocks:
+        """The same blocks of a tensor that begins ``units`` units later."""
+        return replace(self, start=self.start + units) if units else self
+
+    @classmethod
+    def joined(cls, parts: Sequence[Blocks]) -> Blocks:
+        """The blocks of all parts, one part after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(*(np.concatenate([getattr(part, f.name) for part in parts]) for f in fields(cls)))
+
+    def followed_by(self, other: Blocks) -> Blocks:
+        return Blocks.joined([self, other])
+
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """One rank's part in one all-to-all.
+    """One rank's part in one all-to-all. It knows the rank's peers only, however many other ranks there are.
 
     Attributes:
         send: units of the input that leave, by destination.
-        send_counts: (N,) units to each rank; 0 to itself.
+        destination: (B,) rank that each of these blocks goes to, ascending; never this rank.
         receive: units of the output that arrive, by source.
-        receive_counts: (N,) units from each rank; 0 from itself.
+        source: (B,) rank that each of these blocks comes from, ascending; never this rank.
         keep_from: units of the input that stay.
         keep_to: where in the output they go.
         num_in: units of the input.
@@ -74,12 +89,13 @@ class Exchange:
         is_local: no rank sends anything, so that there is no collective; the same on every rank.
         has_copies: a unit of the input may go to several ranks, or nowhere.
         adds_up: a unit of the output is the sum of what arrives for it, in order of rank; 0 where nothing does.
+        rank: this rank.
     """
 
     send: Blocks
-    send_counts: IntArray
+    destination: IntArray
     receive: Blocks
-    receive_counts: IntArray
+    source: IntArray
     keep_from: Blocks
     keep_to: Blocks
     num_in: int
@@ -87,15 +103,31 @@ class Exchange:
     is_local: bool
     has_copies: bool = False
     adds_up: bool = False
+    rank: int = 0
+
+    @cached_property
+    def peers(self) -> IntArray:
+        """(P,) ranks that this one exchanges something with, ascending."""
+        return np.union1d(self.destination, self.source)
+
+    @cached_property
+    def send_counts(self) -> IntArray:
+        """(P,) units to each peer."""
+        return _units_by_peer(self.peers, self.destination, self.send)
+
+    @cached_property
+    def receive_counts(self) -> IntArray:
+        """(P,) units from each peer."""
+        return _units_by_peer(self.peers, self.source, self.receive)
 
     @cached_property
     def reversed(self) -> Exchange:
         """What brings the output's units back to where they came from; the sum of them where there were copies."""
         return Exchange(
             self.receive,
-            self.receive_counts,
+            self.source,
             self.send,
-            self.send_counts,
+            self.destination,
             self.keep_to,
             self.keep_from,
             self.num_out,
@@ -103,7 +135,12 @@ class Exchange:
             self.is_local,
             has_copies=self.adds_up,
             adds_up=self.has_copies,
+            rank=self.rank,
         )
+
+
+def _units_by_peer(peers: IntArray, other: IntArray, blocks: Blocks) -> IntArray:
+    return np.bincount(np.searchsorted(peers, other), blocks.sizes, minlength=len(peers)).astype(np.int64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -176,21 +213,21 @@ def window(lengths: Lengths, stream: str | None) -> tuple[IntArray, IntArray]:
 def token_exchange(plan: Plan, lengths: Lengths, tokens: RankTokens, rank: int, stream: str | None = None) -> Exchange:
     """Rows of the home rank, sequence after sequence, to the rows of the ranks that hold them. One unit is one row."""
     low, high = window(lengths, stream)
-    out = _clip(low, high, plan.segment_sequence, plan.segment_start, plan.segment_end)
+    first, last = lengths.offsets[rank : rank + 2].tolist()
+    rows = slice(*plan.segment_offsets[[first, last]].tolist())
+    sequence = np.repeat(np.arange(first, last), np.diff(plan.segment_offsets[first : last + 1]))
+    out = _clip(low, high, sequence, plan.segment_start[rows], plan.segment_end[rows])
     own = _clip(low, high, tokens.sequence, tokens.start, tokens.end)
-    home_rows = _home_offsets(high - low, lengths)
-    mine = lengths.homes[out["sequence"]] == rank
-    send_from = home_rows[out["sequence"]] + out["start"] - low[out["sequence"]]
+    home_rows = starts_of(high[first:last] - low[first:last])
     return make_exchange(
         rank,
-        plan.world_size,
-        send=Blocks.of_rows(send_from[mine], out["count"][mine]),
-        destination=plan.segment_rank.astype(np.int64)[out["index"]][mine],
+        send=Blocks.of_rows(home_rows[out["sequence"] - first] + out["start"] - low[out["sequence"]], out["count"]),
+        destination=plan.segment_rank[rows].astype(np.int64)[out["index"]],
         receive=Blocks.of_rows(starts_of(own["count"]), own["count"]),
-        source=lengths.homes.astype(np.int64)[own["sequence"]],
+        source=lengths.homes[own["sequence"]].astype(np.int64),
         # The packed order has whole sequences first, the canonical one has not.
         order=np.lexsort((own["start"], own["sequence"])),
-        num_in=int((high - low)[lengths.homes == rank].sum()),
+        num_in=int((high[first:last] - low[first:last]).sum()),
         is_local=_all_at_home(plan, lengths),
     )
 
@@ -204,19 +241,19 @@ def conditioning_exchange(
         rows: (S,) conditioning rows of each sequence; 1 by default.
     """
     rows = np.ones_like(lengths.tokens) if rows is None else rows
-    pairs = np.unique(plan.segment_sequence * plan.world_size + plan.segment_rank)
-    sequence, holder = np.divmod(pairs, plan.world_size)
-    mine = lengths.homes[sequence] == rank
-    home_rows, own = _home_offsets(rows, lengths), tokens.sequence_ids
+    first, last = lengths.offsets[rank : rank + 2].tolist()
+    holders = plan.segment_rank[slice(*plan.segment_offsets[[first, last]].tolist())]
+    sequence = np.repeat(np.arange(first, last), np.diff(plan.segment_offsets[first : last + 1]))
+    sequence, holder = np.divmod(np.unique(sequence * plan.world_size + holders), plan.world_size)
+    own, home_rows = tokens.sequence_ids, starts_of(rows[first:last])
     return make_exchange(
         rank,
-        plan.world_size,
-        send=Blocks.of_rows(home_rows[sequence[mine]], rows[sequence[mine]]),
-        destination=holder[mine],
+        send=Blocks.of_rows(home_rows[sequence - first], rows[sequence]),
+        destination=holder,
         receive=Blocks.of_rows(starts_of(rows[own]), rows[own]),
-        source=lengths.homes.astype(np.int64)[own],
+        source=lengths.homes[own].astype(np.int64),
         order=np.argsort(own, kind="stable"),
-        num_in=int(rows[lengths.homes == rank].sum()),
+        num_in=int(rows[first:last].sum()),
         is_local=_all_at_home(plan, lengths),
         has_copies=True,
     )
@@ -224,7 +261,6 @@ def conditioning_exchange(
 
 def make_exchange(
     rank: int,
-    num_ranks: int,
     *,
     send: Blocks,
     destination: IntArray,
@@ -239,25 +275,29 @@ def make_exchange(
     num_out = receive.num_units
     if order is not None:
         receive, source = receive.take(order), source[order]
-    out_order, in_order = np.argsort(destination, kind="stable"), np.argsort(source, kind="stable")
-    send, destination = send.take(out_order), destination[out_order]
-    receive, source = receive.take(in_order), source[in_order]
-    counts = [
-        np.bincount(other, blocks.sizes * (other != rank), minlength=num_ranks).astype(np.int64)
-        for other, blocks in ((destination, send), (source, receive))
-    ]
+    send, destination = _by_rank(send, destination)
+    receive, source = _by_rank(receive, source)
+    leaves, arrives = destination != rank, source != rank
     return Exchange(
-        send=send.take(destination != rank),
-        send_counts=counts[0],
-        receive=receive.take(source != rank),
-        receive_counts=counts[1],
-        keep_from=send.take(destination == rank),
-        keep_to=receive.take(source == rank),
+        send=send.take(leaves),
+        destination=destination[leaves],
+        receive=receive.take(arrives),
+        source=source[arrives],
+        keep_from=send.take(~leaves),
+        keep_to=receive.take(~arrives),
         num_in=num_in,
         num_out=num_out,
         is_local=is_local,
         has_copies=has_copies,
+        rank=rank,
     )
+
+
+def _by_rank(blocks: Blocks, other: IntArray) -> tuple[Blocks, IntArray]:
+    """In order of the other rank, without blocks of no units: who exchanges nothing is no peer."""
+    some = np.flatnonzero(blocks.sizes)
+    order = some[np.argsort(other[some], kind="stable")]
+    return blocks.take(order), other[order]
 
 
 def _clip(low: IntArray, high: IntArray, sequence: IntArray, start: IntArray, end: IntArray) -> Columns:
@@ -269,12 +309,6 @@ def _clip(low: IntArray, high: IntArray, sequence: IntArray, start: IntArray, en
 
 def _all_at_home(plan: Plan, lengths: Lengths) -> bool:
     return bool((plan.segment_rank == lengths.homes[plan.segment_sequence]).all())
-
-
-def _home_offsets(rows: IntArray, lengths: Lengths) -> IntArray:
-    """(S,) the first row of each sequence in its home rank's tensor."""
-    total = starts_of(rows)
-    return total - total[lengths.offsets[lengths.homes]]
 
 
 def starts_of(counts: IntArray) -> IntArray:
