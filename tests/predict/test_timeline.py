@@ -1,5 +1,6 @@
 """The layer-by-layer simulation against the evaluator's closed formula, and its traffic against the evaluator's."""
 
+import tracemalloc
 from dataclasses import replace
 
 import numpy as np
@@ -108,3 +109,26 @@ def test_sharding_times_follow_links() -> None:
 def test_a_step_needs_a_backward_pass() -> None:
     with pytest.raises(ConfigurationError, match=r"at least three forward passes, got 1\.0"):
         simulate_step(plan_of("mixres", "home"), replace(COST, pass_factor=1.0))
+
+
+def test_traffic_does_not_grow_with_the_square_of_the_ranks() -> None:
+    """8192 ranks, of which a few exchange something; a matrix of all pairs would take half a gigabyte."""
+    plan = Plan.from_placements(
+        lengths=[40_000, *[2_000] * 8191],
+        homes=list(range(8192)),
+        segments=[[(0, 0, 30_000), (9, 30_000, 40_000)], *[[(r, 0, 2_000)] for r in range(1, 8192)]],
+        tiles=[[(0, 0, 18, 0, 40_000), (9, 18, 24, 0, 40_000)], *[[(r, 0, 24, 0, 2_000)] for r in range(1, 8192)]],
+        world_size=8192,
+        num_heads=24,
+        num_kv_heads=24,
+        planner="by hand",
+    )
+    tracemalloc.start()
+    found = traffic(plan, COST)
+    step = simulate_step(plan, COST)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 50e6
+    assert list(zip(found.left.tolist(), found.right.tolist(), strict=True)) == [(0, 0), (0, 9), (9, 0), (9, 9)]
+    assert found.bytes == evaluate(plan, COST).bytes
+    assert step.busy_s.argmax() == 0

@@ -271,16 +271,17 @@ def sum_runs(found: Tensor, units: Tensor, num_units: int) -> Tensor:
         found: (rows, width).
         units: (rows,) ascending.
     """
-    wide = torch.promote_types(found.dtype, torch.float32)
-    if found.device.type == "cpu":
-        return (
-            found.new_zeros(num_units, found.shape[1], dtype=wide).index_add_(0, units, found.to(wide)).to(found.dtype)
-        )
-    # On CUDA index_add is a race; a segment's rows are added one after another.
-    counts = torch.zeros(num_units, dtype=torch.int64, device=units.device).scatter_add_(
-        0, units, torch.ones_like(units)
-    )
-    return torch.segment_reduce(found.to(wide), "sum", lengths=counts, axis=0, initial=0, unsafe=True).to(found.dtype)
+    wide = found.to(torch.promote_types(found.dtype, torch.float32))
+    if found.device.type != "cpu":
+        return sum_segments(wide, units, num_units).to(found.dtype)
+    return wide.new_zeros(num_units, wide.shape[1]).index_add_(0, units, wide).to(found.dtype)
+
+
+def sum_segments(rows: Tensor, units: Tensor, num_units: int) -> Tensor:
+    """The same for CUDA, where ``index_add`` is a race between threads; here one thread adds the rows of a unit."""
+    counts = torch.zeros(num_units, dtype=torch.int64, device=units.device)
+    counts.scatter_add_(0, units, torch.ones_like(units))
+    return torch.segment_reduce(rows, "sum", lengths=counts, axis=0, initial=0, unsafe=True)
 
 
 def expand(blocks: Blocks, device: torch.device) -> Tensor:

@@ -162,22 +162,22 @@ class MemoryModel:
         return peak + exchanged_elements * self.bytes_per_element
 
     def exchange_elements(
-        self, split_tokens: float, tile_units: float, head_width: int, *, has_whole: bool = True
+        self, split_tokens: float, tile_units: float, head_width: int, *, keeps_own: bool = True
     ) -> float:
         """Elements that sharing sequences adds to the peak, as measured (tests/execution/test_exchange_memory.py).
 
         Attention keeps q, k, v and output of its tiles for the backward pass, in every block or, recomputed, in one.
-        Those of the rank's own tokens it need not keep, unless whole sequences lie in the same tensors. Packed and
-        unpacked rows of one exchange come on top.
+        Those of the rank's own tokens it need not keep, unless at least as many tokens of whole sequences lie in the
+        same tensors: those are copied where they are fewer. Packed and unpacked rows of one exchange come on top.
 
         Args:
             split_tokens: tokens of split sequences that the rank holds.
             tile_units: heads × rows of its attention tiles.
             head_width: channels of a head.
-            has_whole: whether the rank holds whole sequences, too.
+            keeps_own: whether q, k and v of its own split tokens are kept for that reason.
         """
         own, tiles = self.width * split_tokens, head_width * tile_units
-        kept = 4 * tiles - (0 if has_whole else 3 * own)
+        kept = 4 * tiles - (0 if keeps_own else 3 * own)
         return max(0.0, kept * (len(self.blocks) if self.recompute == "none" else 1) + 2 * (own + tiles))
 
     def tokens_that_fit(self, memory_bytes: float) -> int:

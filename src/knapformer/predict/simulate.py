@@ -149,7 +149,9 @@ def peak_memory_bytes(plan: Plan, memory: MemoryModel) -> float:
     tile_units = np.bincount(plan.tile_rank[own], units[own], minlength=plan.world_size)
     head_width = memory.width // plan.num_heads
     return max(
-        memory.peak_bytes(int(n), exchanged_elements=memory.exchange_elements(a, b, head_width, has_whole=n > a))
+        memory.peak_bytes(
+            int(n), exchanged_elements=memory.exchange_elements(a, b, head_width, keeps_own=n > a and n >= 2 * a)
+        )
         for n, a, b in zip(tokens.tolist(), split_tokens.tolist(), tile_units.tolist(), strict=True)
     )
 

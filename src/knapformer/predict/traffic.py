@@ -85,7 +85,7 @@ class _Flows:
     def summed(cls, source: IntArray, target: IntArray, sent: npt.NDArray[Any], num_ranks: int) -> _Flows:
         pairs, index = np.unique(source * num_ranks + target, return_inverse=True)
         first, second = np.divmod(pairs, num_ranks)
-        return cls(first, second, np.bincount(index, sent, minlength=len(pairs)))
+        return cls(first, second, np.bincount(index, sent, minlength=len(pairs)).astype(np.float64))
 
 
 def _rows(
