@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knapformer.models.rope import rotate
+from knapformer.rows import RowIndex, modulate
 
 NORM_EPS = 1e-6
 
@@ -21,25 +22,6 @@ class Attention(Protocol):
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """q (T, H, D); k, v (T, Hkv, D); returns (T, H, D). ``scale`` None means 1/√D."""
         ...
-
-
-def rows(table: Tensor, index: Tensor) -> Tensor:
-    """(S, C) and (T,) to (T, C): the row of each token's sequence.
-
-    An embedding lookup, because its backward pass sums a sequence's many half-precision token gradients in float32 on
-    CUDA, where ``index_select`` would sum them in half precision.
-    """
-    return functional.embedding(index, table)
-
-
-def modulate(x: Tensor, shift: Tensor, scale: Tensor, index: Tensor) -> Tensor:
-    """``x · (1 + scale) + shift`` with x (T, C), per-sequence shift and scale (S, C), index (T,) token to sequence."""
-    return torch.addcmul(rows(shift, index), x, rows(1 + scale, index))
-
-
-def add_gated(x: Tensor, update: Tensor, gate: Tensor, index: Tensor) -> Tensor:
-    """``x + gate · update`` with x and update (T, C), per-sequence gate (S, C), index (T,) token to sequence."""
-    return torch.addcmul(x, rows(gate, index), update)
 
 
 def layer_norm(x: Tensor) -> Tensor:
