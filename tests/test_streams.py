@@ -28,8 +28,10 @@ def test_lengths_put_text_first_in_each_sequence(lengths):
     text, visual = [n for n, _ in lengths], [n for _, n in lengths]
     ids = [i for num_text, num_visual in lengths for i in [0] * num_text + [1] * num_visual]
     expected = StreamIndex.from_stream_ids(ids)
-    assert all(map(torch.equal, StreamIndex.from_lengths(text, visual), expected))
-    assert all(rows.dtype == torch.int64 for rows in expected)
+    *found, runs = StreamIndex.from_lengths(text, visual)
+    assert all(map(torch.equal, found, expected))
+    assert all(rows.dtype == torch.int64 for rows in expected[:3])
+    assert runs == expected.runs and sum(runs[0::2]) == sum(text) and sum(runs[1::2]) == sum(visual)
 
 
 def test_a_wrong_permutation_is_not_the_inverse():

@@ -21,6 +21,7 @@ from knapformer.execution.exchange import finish, start
 from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
 from knapformer.execution.kernels import KERNELS
 from knapformer.execution.routes import AnyRoute, JointRoute, Route
+from knapformer.execution.rows import RowIndex, runs_of
 from knapformer.execution.transport import Channel, Meter
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
@@ -271,6 +272,11 @@ class Step:
         """
         index = np.repeat(np.arange(len(self.sequence_ids)), self.local_lengths)
         return to_device(index, self._device)
+
+    @cached_property
+    def row_index(self) -> RowIndex:
+        """``sequence_index`` with what the host knows of it, which saves the models copies of rows."""
+        return RowIndex(self.sequence_index, runs_of(self.local_lengths))
 
     @cached_property
     def streams(self) -> StreamIndex:

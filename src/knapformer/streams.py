@@ -8,9 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
+from knapformer.execution.rows import MAX_RUNS, MIN_RUN_TOKENS, RowIndex, runs_of
 
 TEXT, VISUAL = 0, 1
 """Stream ids, in the order in which the streams are stored inside a sequence."""
@@ -26,11 +29,14 @@ class StreamIndex(NamedTuple):
         text: (T_text,) int64, packed rows of the text tokens, ascending.
         visual: (T_visual,) int64, packed rows of the visual tokens, ascending.
         packed: (T,) int64, the permutation with ``cat([text, visual]).index_select(0, packed)`` in packed order.
+        runs: tokens of text, of visual, of text, of visual, … as they alternate in packed order, known to the host;
+            the first of text may be 0.
     """
 
     text: Tensor
     visual: Tensor
     packed: Tensor
+    runs: tuple[int, ...]
 
     @classmethod
     def from_stream_ids(cls, stream_ids: Any, *, device: torch.device | str | None = None) -> StreamIndex:
@@ -53,7 +59,8 @@ class StreamIndex(NamedTuple):
         text, visual = np.flatnonzero(~is_visual), np.flatnonzero(is_visual)
         packed = np.empty(len(ids), np.int64)
         packed[np.concatenate([text, visual])] = np.arange(len(ids))
-        return cls(*(to_device(rows.astype(np.int64), device or "cpu") for rows in (text, visual, packed)))
+        on_device = [to_device(rows.astype(np.int64), device or "cpu") for rows in (text, visual, packed)]
+        return cls(on_device[0], on_device[1], on_device[2], _alternating_runs(is_visual))
 
     @classmethod
     def from_lengths(
@@ -76,8 +83,86 @@ class StreamIndex(NamedTuple):
 
     def merge(self, text: Tensor, visual: Tensor) -> Tensor:
         """(T_text, …) and (T_visual, …) to (T, …) in packed order."""
-        return torch.cat([text, visual]).index_select(0, self.packed)
+        if not self._is_by_runs:
+            merged: Tensor = _Merge.apply(text, visual, self.text, self.visual, self.packed)
+            return merged
+        pairs = zip(_pieces(text, self.runs[0::2]), _pieces(visual, self.runs[1::2]), strict=True)
+        return torch.cat([piece for pair in pairs for piece in pair])
 
     def split(self, packed: Tensor) -> tuple[Tensor, Tensor]:
         """(T, …) in packed order to (T_text, …) and (T_visual, …); the inverse of ``merge``."""
-        return packed.index_select(0, self.text), packed.index_select(0, self.visual)
+        if not self._is_by_runs:
+            text, visual = _Split.apply(packed, self.text, self.visual, self.packed)
+            return text, visual
+        pieces = packed.split(self.runs)
+        return _joined(pieces[0::2]), _joined(pieces[1::2])
+
+    def split_rows(self, index: RowIndex) -> tuple[RowIndex, RowIndex]:
+        """Which row of a table each text token takes, and each visual token, from the same for packed tokens."""
+        text, visual = (index.rows.index_select(0, tokens) for tokens in (self.text, self.visual))
+        if index.runs is None:
+            return RowIndex(text), RowIndex(visual)
+        rows, counts = np.concatenate([run.table() for run in index.runs] or [np.zeros((2, 0), np.int64)], axis=1)
+        edges = np.cumsum([0, *self.runs])
+        visual_until = np.cumsum([0, *(n * (i % 2) for i, n in enumerate(self.runs))])
+        num_visual = np.diff(np.interp(np.cumsum([0, *counts]), edges, visual_until)).round().astype(np.int64)
+        return RowIndex(text, runs_of(counts - num_visual, rows)), RowIndex(visual, runs_of(num_visual, rows))
+
+    @property
+    def _is_by_runs(self) -> bool:
+        """Whether runs are copied, and not tokens by their index. Backward of either copies, and adds nothing."""
+        if torch.compiler.is_compiling() or not self.runs:
+            return False
+        if self.packed.device.type == "cpu":
+            return len(self.runs) * MIN_RUN_TOKENS <= self.packed.shape[0]
+        return len(self.runs) <= 2 * MAX_RUNS
+
+
+class _Merge(Function):
+    """By index. The index is a permutation, so that backward is a lookup by its inverse, and adds nothing."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, text: Tensor, visual: Tensor, text_rows: Tensor, visual_rows: Tensor, packed: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(text_rows, visual_rows)
+        ctx.dtypes = text.dtype, visual.dtype
+        return torch.cat([text, visual]).index_select(0, packed)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        found = (gradient.index_select(0, rows) for rows in ctx.saved_tensors)
+        return *(part.to(dtype) for part, dtype in zip(found, ctx.dtypes, strict=True)), None, None, None
+
+
+class _Split(Function):
+    """The inverse of ``_Merge``, forward and backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, merged: Tensor, text_rows: Tensor, visual_rows: Tensor, packed: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(packed)
+        return merged.index_select(0, text_rows), merged.index_select(0, visual_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, text: Tensor, visual: Tensor) -> tuple[Tensor | None, ...]:
+        return torch.cat([text, visual]).index_select(0, *ctx.saved_tensors), None, None, None
+
+
+def _alternating_runs(is_visual: np.ndarray[Any, Any]) -> tuple[int, ...]:
+    """(T,) to the lengths of runs of False, True, False, True, …, an even number; the first may be 0."""
+    starts = np.flatnonzero(np.diff(is_visual)) + 1
+    edges = [0] * (len(is_visual) > 0 and bool(is_visual[0])) + [0, *starts.tolist(), len(is_visual)]
+    runs = np.diff(edges).tolist()
+    return tuple(runs + [0] * (len(runs) % 2))
+
+
+def _pieces(x: Tensor, counts: Sequence[int]) -> Sequence[Tensor]:
+    return x.split(list(counts)) if len(counts) > 1 else (x,)
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    return torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]

@@ -50,10 +50,9 @@ from knapformer.adapters.packing import (
     stack_rows,
     stack_vectors,
 )
-from knapformer.execution.devices import to_device
 from knapformer.execution.kernels import varlen_attention
+from knapformer.execution.rows import RowIndex, add_gated, mean_by_row
 from knapformer.given.cost import CostModel
-from knapformer.models.layers import add_gated
 
 
 def pack(
@@ -114,8 +113,8 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     own, temb = packed.visual, _condition(model, vectors, patches.dtype)
     if config.image_condition_type == "token_replace":
         # Tokens of the first frame are modulated as if they were free of noise: rows S … 2 S are for them.
-        packed.visual = packed.visual + packed.num_sequences * (ids[:, 0] == 0)
-        packed.index = packed.merge(packed.text, packed.visual)
+        packed.visual = RowIndex(packed.visual.rows + packed.num_sequences * (ids[:, 0] == 0))
+        packed.index = RowIndex(packed.merge(packed.text.rows, packed.visual.rows))
     patch = (config.in_channels, config.patch_size_t, config.patch_size, config.patch_size)
     visual = model.x_embedder(patches.unflatten(1, patch)).flatten(1)
     for block in model.transformer_blocks:
@@ -143,31 +142,29 @@ def _rotation(rope: Any, ids: Tensor, packed: Packed) -> Any:
     axes = zip(rope.rope_dim, positions, strict=True)
     tables = [get_1d_rotary_pos_embed(width, position, rope.theta, use_real=True) for width, position in axes]
     cos, sin = (torch.cat([table[i] for table in tables], dim=1) for i in (0, 1))
-    num_text = packed.text.shape[0]
+    num_text = packed.text.rows.shape[0]
     still = (cos.new_ones(num_text, cos.shape[1]), sin.new_zeros(num_text, sin.shape[1]))
     return layers.rotation(packed.merge(still[0], cos), packed.merge(still[1], sin))
 
 
 def refine_text(self: Any, text: Tensor, timestep: Tensor, text_offsets: list[int]) -> Tensor:
     """HunyuanVideoTokenRefiner on the text rows (T_text, C) of this rank's samples, with their timesteps (S,)."""
-    num_rows = to_device(torch.tensor([b - a for a, b in pairwise(text_offsets)], dtype=torch.int64), text.device)
-    index = torch.repeat_interleave(num_rows, output_size=text_offsets[-1])
-    wide = text.to(torch.promote_types(text.dtype, torch.float32))
-    pooled = wide.new_zeros(len(num_rows), text.shape[1]).index_add(0, index, wide)
-    pooled = pooled / num_rows.clamp(min=1).to(wide.dtype).unsqueeze(1)
+    counts = [b - a for a, b in pairwise(text_offsets)]
+    index = RowIndex.from_counts(counts, device=text.device)
+    pooled = mean_by_row(text, index, counts)
     temb = self.time_text_embed(timestep, pooled.to(text.dtype))
     refined: Tensor = self.token_refiner(self.proj_in(text), temb, index, text_offsets)
     return refined
 
 
-def run_refiner(self: Any, x: Tensor, temb: Tensor, index: Tensor, text_offsets: list[int]) -> Tensor:
+def run_refiner(self: Any, x: Tensor, temb: Tensor, index: RowIndex, text_offsets: list[int]) -> Tensor:
     """HunyuanVideoIndividualTokenRefiner."""
     for block in self.refiner_blocks:
         x = block(x, temb, index, text_offsets)
     return x
 
 
-def refiner_block(self: Any, x: Tensor, temb: Tensor, index: Tensor, text_offsets: list[int]) -> Tensor:
+def refiner_block(self: Any, x: Tensor, temb: Tensor, index: RowIndex, text_offsets: list[int]) -> Tensor:
     """HunyuanVideoIndividualTokenRefinerBlock."""
     gate, mlp_gate = (part.squeeze(1) for part in self.norm_out(temb))
     x = add_gated(x, self.attn(self.norm1(x), None, text_offsets), gate, index)

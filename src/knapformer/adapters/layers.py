@@ -14,20 +14,20 @@ from torch import Tensor
 from torch.nn import functional
 
 from knapformer.adapters.packing import Packed, Rotate
-from knapformer.models.layers import add_gated, modulate
+from knapformer.execution.rows import RowIndex, add_gated, modulate
 
 HALF_MAX = 65504
 EXCLUDED_SCORE = -4_000.0
 """Score of a text key in attention among visual tokens only: its weight is exactly 0, and float16 can hold it."""
 
 
-def ada_zero(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+def ada_zero(self: Any, x: Tensor, emb: Tensor, index: RowIndex) -> tuple[Tensor, ...]:
     """AdaLayerNormZero: modulated x, gate of attention, shift, scale and gate of the MLP."""
     shift, scale, *rest = self.linear(self.silu(emb)).chunk(6, dim=1)
     return modulate(self.norm(x), shift, scale, index), *rest
 
 
-def ada_zero_dual(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> tuple[Tensor, ...]:
+def ada_zero_dual(self: Any, x: Tensor, emb: Tensor, index: RowIndex) -> tuple[Tensor, ...]:
     """SD35AdaLayerNormZeroX: as ``ada_zero``, then x modulated for the second attention, and its gate."""
     parts = self.linear(self.silu(emb)).chunk(9, dim=1)
     normed = self.norm(x)
@@ -35,13 +35,13 @@ def ada_zero_dual(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> tuple[Ten
     return modulate(normed, parts[0], parts[1], index), *parts[2:6], second, parts[8]
 
 
-def ada_single(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def ada_single(self: Any, x: Tensor, emb: Tensor, index: RowIndex) -> tuple[Tensor, Tensor]:
     """AdaLayerNormZeroSingle: modulated x, gate."""
     shift, scale, gate = self.linear(self.silu(emb)).chunk(3, dim=1)
     return modulate(self.norm(x), shift, scale, index), gate
 
 
-def ada_continuous(self: Any, x: Tensor, emb: Tensor, index: Tensor) -> Tensor:
+def ada_continuous(self: Any, x: Tensor, emb: Tensor, index: RowIndex) -> Tensor:
     """AdaLayerNormContinuous: modulated x."""
     scale, shift = self.linear(self.silu(emb).to(x.dtype)).chunk(2, dim=1)
     return modulate(self.norm(x), shift, scale, index)
@@ -59,7 +59,7 @@ def rotation(cos: Tensor, sin: Tensor) -> Rotate:
     return rotate
 
 
-def feed_forward(x: Tensor, parts: tuple[Tensor, ...], norm: Any, mlp: Any, index: Tensor) -> Tensor:
+def feed_forward(x: Tensor, parts: tuple[Tensor, ...], norm: Any, mlp: Any, index: RowIndex) -> Tensor:
     """``x + gate · mlp(modulated norm(x))`` with ``parts`` shift, scale and gate (S, C)."""
     shift, scale, gate = parts
     return add_gated(x, mlp(modulate(norm(x), shift, scale, index)), gate, index)
@@ -108,7 +108,7 @@ def visual_attention(attn: Any, x: Tensor, packed: Packed) -> Tensor:
     """
     q, k, v = project(attn, x)
     scale = q.shape[-1] ** -0.5
-    num_text = packed.text.shape[0]
+    num_text = packed.text.rows.shape[0]
     flag = q.new_zeros(8)
     flag[0] = 1.0
     q = torch.cat([q, flag.expand(*q.shape[:2], 8)], dim=-1)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
+from knapformer.execution.rows import RowIndex
 from knapformer.models import StreamIndex
 
 Rotate = Callable[[Tensor], Tensor]
@@ -41,10 +42,10 @@ class Packed:
 
     Attributes:
         step: the balancing step.
-        index: (T,) packed token to the row of its sequence's conditioning.
+        index: packed tokens (T,) to the row of their sequence's conditioning.
         streams: packed rows of text and visual tokens; None for models without text tokens.
-        text: (T_text,) the same index for the text tokens.
-        visual: (T_visual,) the same for the visual tokens; it may point past the sequences' own rows.
+        text: the same for the text tokens (T_text,).
+        visual: the same for the visual tokens (T_visual,); it may point past the sequences' own rows.
         rotate: (T, H, D) queries or keys to rotated ones; None where the model does not rotate.
         num_sequences: conditioning rows of the sequences themselves.
         context_offsets: (S + 1,) where the context of each local sequence starts, by name, for cross-attention.
@@ -64,12 +65,13 @@ class Packed:
 
     def __init__(self, step: Any, *, rotate: Rotate | None = None, has_streams: bool = True) -> None:
         self.step = step
-        self.index: Tensor = step.sequence_index
+        self.index: RowIndex = step.row_index
         self.rotate = rotate
         self.num_sequences = len(step.local_lengths)
         self.streams: StreamIndex | None = step.streams if has_streams else None
-        self.text = self.index if self.streams is None else self.index.index_select(0, self.streams.text)
-        self.visual = self.index if self.streams is None else self.index.index_select(0, self.streams.visual)
+        self.text, self.visual = (
+            (self.index, self.index) if self.streams is None else self.streams.split_rows(self.index)
+        )
         self.token_offsets = offsets(step.local_lengths)
         self.context_offsets: dict[str, list[int]] = {}
 

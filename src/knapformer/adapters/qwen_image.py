@@ -37,8 +37,8 @@ from knapformer.adapters.packing import (
 )
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
+from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.given.cost import CostModel
-from knapformer.models.layers import add_gated, modulate
 
 
 def pack(
@@ -117,7 +117,7 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
         # Condition images are modulated as if they were free of noise: rows S … 2 S are for them.
         timestep = torch.cat([timestep, timestep * 0])
         extra = tuple(torch.cat([value, value]) for value in extra)
-        packed.visual = packed.visual + packed.num_sequences * ids[:, 3]
+        packed.visual = RowIndex(packed.visual.rows + packed.num_sequences * ids[:, 3])
     temb = model.time_text_embed(timestep, visual, *extra)
     for block in model.transformer_blocks:
         text, visual = run_block(model, block, visual, text, temb, packed)

@@ -31,8 +31,8 @@ from knapformer.adapters.packing import (
     stack_vectors,
 )
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.rows import add_gated
 from knapformer.given.cost import CostModel
-from knapformer.models.layers import add_gated
 
 
 def pack(

@@ -41,8 +41,8 @@ from knapformer.adapters.packing import (
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
 from knapformer.execution.kernels import varlen_attention
+from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.given.cost import CostModel
-from knapformer.models.layers import rows
 
 TEXT_TOKENS = 512
 """Length to which Wan's pipelines pad text, with zeros."""
@@ -128,7 +128,8 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     for name in batch.conditioning:
         packed.context_offsets[name] = offsets(step.conditioning_lengths(name))
     first_time = to_device(torch.tensor(packed.context_offsets["timestep"][:-1], dtype=torch.int64), ids.device)
-    packed.visual = first_time.index_select(0, packed.index) + ids[:, 3]
+    if any(count != 1 for count in step.conditioning_lengths("timestep")):
+        packed.visual = RowIndex(first_time.index_select(0, packed.index.rows) + ids[:, 3])
 
     x = model.patch_embedding(patches.unflatten(1, (config.in_channels, *config.patch_size))).flatten(1)
     timestep = named["timestep"].squeeze(1)
@@ -138,8 +139,8 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
         x = run_block(model, block, x, text, image, modulation, packed)
 
     shift, scale = (model.scale_shift_table + temb.unsqueeze(1)).unbind(1)
-    normed = model.norm_out(x.float()) * (1 + rows(scale, packed.visual)) + rows(shift, packed.visual)
-    out: Tensor = model.proj_out(normed.type_as(x))
+    normed = modulate(model.norm_out(x.float()), shift, scale, packed.visual).type_as(x)
+    out: Tensor = model.proj_out(normed)
     return out
 
 
@@ -163,12 +164,12 @@ def block(self: Any, x: Tensor, text: Tensor, image: Tensor | None, modulation: 
     """WanTransformerBlock: tokens (T, C), text and image rows, modulation (rows, 6, C)."""
     index = packed.visual
     shift, scale, gate, mlp_shift, mlp_scale, mlp_gate = (self.scale_shift_table + modulation.float()).unbind(1)
-    normed = (self.norm1(x.float()) * rows(1 + scale, index) + rows(shift, index)).type_as(x)
-    x = (x.float() + self.attn1(normed, None, None, packed) * rows(gate, index)).type_as(x)
+    normed = modulate(self.norm1(x.float()), shift, scale, index).type_as(x)
+    x = add_gated(x.float(), self.attn1(normed, None, None, packed), gate, index).type_as(x)
     normed = self.norm2(x.float()).type_as(x)
     x = x + self.attn2(normed, text, image, packed)
-    normed = (self.norm3(x.float()) * rows(1 + mlp_scale, index) + rows(mlp_shift, index)).type_as(x)
-    return (x.float() + self.ffn(normed).float() * rows(mlp_gate, index)).type_as(x)
+    normed = modulate(self.norm3(x.float()), mlp_shift, mlp_scale, index).type_as(x)
+    return add_gated(x.float(), self.ffn(normed), mlp_gate, index).type_as(x)
 
 
 def attention(self: Any, x: Tensor, text: Tensor | None, image: Tensor | None, packed: Packed) -> Tensor:

@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
 from knapformer.execution.exchange import exchange, finish, start
 from knapformer.execution.kernels import Offsets, choose_kernel, varlen_attention
 from knapformer.execution.routes import JointRoute
+from knapformer.execution.rows import rows
 from knapformer.execution.transport import Channel
 from knapformer.schedules.attention import AttentionSchedule
 
@@ -125,8 +125,7 @@ class BalancedAttention:
         """(rows of entries, D): each entry is one head of one tile, and a batch entry of one head for the kernel."""
         q, k, v = received
         if self.expand_keys is not None:
-            # An embedding lookup sums gradients of half precision in float32 on CUDA, and in a fixed order.
-            k, v = (functional.embedding(self.expand_keys, x) for x in (k, v))
+            k, v = (rows(x, self.expand_keys) for x in (k, v))
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         cu_q, cu_k = self.cu_queries, self.cu_keys
         return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self._kernel(q)).squeeze(1)

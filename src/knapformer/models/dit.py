@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
+from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import DiTConfig
 from knapformer.models.layers import (
     Attention,
@@ -12,10 +13,8 @@ from knapformer.models.layers import (
     OutputLayer,
     SwiGLU,
     VectorEmbedder,
-    add_gated,
     attend,
     initialize,
-    modulate,
     rms_norm,
 )
 from knapformer.models.rope import rotations
@@ -34,7 +33,12 @@ class DiTBlock(nn.Module):
         self.mlp = SwiGLU(width, config.mlp_width)
 
     def forward(
-        self, x: Tensor, conditioning: Tensor, sequence_index: Tensor, rotation: Tensor, attention: Attention
+        self,
+        x: Tensor,
+        conditioning: Tensor,
+        sequence_index: Tensor | RowIndex,
+        rotation: Tensor,
+        attention: Attention,
     ) -> Tensor:
         """x (T, width), conditioning (S, width), sequence_index (T,), rotation (T, D/2) to (T, width)."""
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(conditioning)
@@ -60,7 +64,13 @@ class DiT(nn.Module):
         initialize(self, init_std=init_std)
 
     def forward(
-        self, x: Tensor, position_ids: Tensor, conditioning: Tensor, sequence_index: Tensor, *, attention: Attention
+        self,
+        x: Tensor,
+        position_ids: Tensor,
+        conditioning: Tensor,
+        sequence_index: Tensor | RowIndex,
+        *,
+        attention: Attention,
     ) -> Tensor:
         """Predict an output for every token.
 
@@ -68,7 +78,8 @@ class DiT(nn.Module):
             x: (T, in_channels) packed tokens.
             position_ids: (T, num_axes) int64.
             conditioning: (S, conditioning_channels), a row per local sequence.
-            sequence_index: (T,) int64, token to row of ``conditioning``.
+            sequence_index: (T,) int64, token to row of ``conditioning``; as a ``RowIndex`` (``Step.row_index``) where
+                the tokens of a row lie together, which saves copies.
             attention: see ``knapformer.models.layers.Attention``.
 
         Returns:

@@ -10,8 +10,8 @@ from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
+from knapformer.execution.rows import RowIndex, modulate, rows  # noqa: F401 - where models look for the lookup
 from knapformer.models.rope import rotate
-from knapformer.rows import RowIndex, modulate
 
 NORM_EPS = 1e-6
 
@@ -144,7 +144,7 @@ class OutputLayer(nn.Module):
         self.modulation = Modulation(width, 2)
         self.linear = nn.Linear(width, out_channels)
 
-    def forward(self, normed: Tensor, conditioning: Tensor, index: Tensor) -> Tensor:
+    def forward(self, normed: Tensor, conditioning: Tensor, index: Tensor | RowIndex) -> Tensor:
         """Normed tokens (T, width), conditioning (S, width), index (T,) to (T, out_channels)."""
         shift, scale = self.modulation(conditioning)
         return self.linear(modulate(normed, shift, scale, index))

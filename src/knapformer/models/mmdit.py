@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import MMDiTConfig
 from knapformer.models.layers import (
     Attention,
@@ -16,11 +17,9 @@ from knapformer.models.layers import (
     Modulation,
     OutputLayer,
     VectorEmbedder,
-    add_gated,
     attend,
     initialize,
     layer_norm,
-    modulate,
 )
 from knapformer.models.rope import rotations
 from knapformer.streams import StreamIndex
@@ -29,9 +28,9 @@ from knapformer.streams import StreamIndex
 class TokenIndex(NamedTuple):
     """Token to row of the conditioning, in each of the three orders: (T_text,), (T_visual,), (T,)."""
 
-    text: Tensor
-    visual: Tensor
-    packed: Tensor
+    text: RowIndex
+    visual: RowIndex
+    packed: RowIndex
 
 
 class StreamLayers(nn.Module):
@@ -51,12 +50,12 @@ class StreamLayers(nn.Module):
             self.attention_out = nn.Linear(width, width)
             self.mlp = GeluMLP(width, config.mlp_width)
 
-    def project(self, x: Tensor, modulation: tuple[Tensor, ...], index: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def project(self, x: Tensor, modulation: tuple[Tensor, ...], index: RowIndex) -> tuple[Tensor, Tensor, Tensor]:
         """x (T_s, width) to its q, k, v."""
         shift, scale = modulation[:2]
         return self.head_norm(self.qkv(modulate(layer_norm(x), shift, scale, index)))
 
-    def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...], index: Tensor) -> Tensor:
+    def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...], index: RowIndex) -> Tensor:
         """x and attended (T_s, width) to the stream's output (T_s, width)."""
         if not self.update:
             return x
@@ -112,7 +111,7 @@ class SingleBlock(nn.Module):
         self.out_layer = nn.Linear(width + config.mlp_width, width)
 
     def forward(
-        self, x: Tensor, conditioning: Tensor, sequence_index: Tensor, rotation: Tensor, attention: Attention
+        self, x: Tensor, conditioning: Tensor, sequence_index: RowIndex, rotation: Tensor, attention: Attention
     ) -> Tensor:
         """x (T, width), conditioning (S, width), sequence_index (T,), rotation (T, D/2) to (T, width)."""
         shift, scale, gate = self.modulation(conditioning)
@@ -156,7 +155,7 @@ class MMDiT(nn.Module):
         text: Tensor,
         position_ids: Tensor,
         conditioning: Tensor,
-        sequence_index: Tensor,
+        sequence_index: Tensor | RowIndex,
         streams: StreamIndex,
         *,
         attention: Attention,
@@ -168,7 +167,8 @@ class MMDiT(nn.Module):
             text: (T_text, text_channels).
             position_ids: (T, num_axes) int64, in packed order (text first inside each sequence).
             conditioning: (S, conditioning_channels), a row per local sequence.
-            sequence_index: (T,) int64 in packed order, token to row of ``conditioning``.
+            sequence_index: (T,) int64 in packed order, token to row of ``conditioning``; as a ``RowIndex``
+                (``Step.row_index``) where the tokens of a row lie together, which saves copies.
             streams: which packed rows are text and which are visual.
             attention: see ``knapformer.models.layers.Attention``; it sees tokens in packed order.
 
@@ -177,7 +177,8 @@ class MMDiT(nn.Module):
         """
         config = self.config
         rotation = rotations(position_ids, config.rope_axes, theta=config.rope_theta, dtype=visual.dtype)
-        index = TokenIndex(*streams.split(sequence_index), sequence_index)
+        rows = sequence_index if isinstance(sequence_index, RowIndex) else RowIndex(sequence_index)
+        index = TokenIndex(*streams.split_rows(rows), rows)
         text, visual = self.text_in(text), self.visual_in(visual)
         conditioning = self.conditioning_in(conditioning)
         for block in self.double_blocks:
@@ -185,6 +186,6 @@ class MMDiT(nn.Module):
         if config.num_single_blocks:
             packed = streams.merge(text, visual)
             for block in self.single_blocks:
-                packed = block(packed, conditioning, sequence_index, rotation, attention)
-            visual = packed.index_select(0, streams.visual)
+                packed = block(packed, conditioning, rows, rotation, attention)
+            visual = streams.split(packed)[1]
         return self.output(layer_norm(visual), conditioning, index.visual)

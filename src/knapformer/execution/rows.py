@@ -10,8 +10,9 @@ over a view of its tokens, and its gradient is one sum over that view. No row is
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
-from itertools import groupby
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +21,9 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from knapformer.devices import to_device
+from knapformer.execution.devices import to_device
+
+IntArray = np.ndarray[Any, np.dtype[np.int64]]
 
 MAX_RUNS = 32
 """On an accelerator, more runs cost more launches than a lookup costs copies."""
@@ -42,6 +45,10 @@ class Run(NamedTuple):
     num_rows: int
     num_tokens: int
 
+    def table(self) -> IntArray:
+        """(2, rows) each row, and its tokens."""
+        return np.stack([np.arange(self.row, self.row + self.num_rows), np.full(self.num_rows, self.num_tokens)])
+
 
 class RowIndex(NamedTuple):
     """Which row of a table each token takes.
@@ -50,7 +57,7 @@ class RowIndex(NamedTuple):
 
     Attributes:
         rows: (T,) int64, in any order.
-        runs: all tokens, in their order, where the host knows that they lie in runs; None where it does not.
+        runs: all tokens, in their order, where the host knows that those of each row lie together; else None.
     """
 
     rows: Tensor
@@ -72,15 +79,19 @@ class RowIndex(NamedTuple):
         return len(self.runs) <= MAX_RUNS
 
 
-def runs_of(counts: Sequence[int]) -> tuple[Run, ...]:
-    """The runs of tokens that lie in order of their rows, from the tokens of each row."""
-    runs, row = [], 0
-    for num_tokens, equal in groupby(int(count) for count in counts):
-        num_rows = len(list(equal))
-        if num_tokens:
-            runs.append(Run(row, num_rows, num_tokens))
-        row += num_rows
-    return tuple(runs)
+def runs_of(counts: Sequence[int] | IntArray, rows: Sequence[int] | IntArray | None = None) -> tuple[Run, ...]:
+    """The runs of tokens that lie row after row.
+
+    Args:
+        counts: tokens of each row, in the order of the tokens.
+        rows: which rows, each at most once; by default the first, the second, and so on.
+    """
+    counts = np.asarray(counts, np.int64)
+    rows = np.arange(len(counts)) if rows is None else np.asarray(rows, np.int64)
+    rows, counts = rows[counts > 0], counts[counts > 0]
+    breaks = np.flatnonzero((np.diff(rows) != 1) | (np.diff(counts) != 0)) + 1
+    bounds = [0, *breaks.tolist(), len(rows)] if len(rows) else []
+    return tuple(Run(int(rows[a]), b - a, int(counts[a])) for a, b in pairwise(bounds))
 
 
 def rows(table: Tensor, index: Tensor | RowIndex) -> Tensor:
@@ -106,15 +117,25 @@ def add_gated(x: Tensor, update: Tensor, gate: Tensor, index: Tensor | RowIndex)
     return gated
 
 
-def sum_by_row(x: Tensor, index: Tensor | RowIndex, num_rows: int) -> Tensor:
-    """(T, C) to (num_rows, C): the sum over the tokens of each row, 0 where it has none. Not differentiable.
+def mean_by_row(x: Tensor, index: RowIndex, counts: Sequence[int]) -> Tensor:
+    """(T, C) to (S, C): the mean over the tokens of each row, of which there are ``counts``; 0 where there is none.
+
+    Returns:
+        In float32 or better, as it was accumulated.
+    """
+    total: Tensor = _Sum.apply(x, len(counts), *index)
+    divisor = to_device(torch.tensor(counts, dtype=total.dtype).clamp(min=1), x.device)
+    return total / divisor.unsqueeze(1)
+
+
+def _sum_by_row(x: Tensor, index: RowIndex, num_rows: int) -> Tensor:
+    """(T, C) to (num_rows, C): the sum over the tokens of each row, 0 where it has none.
 
     Accumulates in float32 or better, in a fixed order, without atomics.
 
     Returns:
         The dtype of ``x``, or float32.
     """
-    index = _row_index(index)
     if not index.is_by_runs:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # The backward pass of an embedding: sorted on CUDA, in order of the tokens on the CPU.
@@ -136,8 +157,22 @@ class _Rows(Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         index = RowIndex(ctx.saved_tensors[0], ctx.runs)
-        total = sum_by_row(gradient.reshape(gradient.shape[0], -1), index, ctx.shape[0])
+        total = _sum_by_row(gradient.reshape(gradient.shape[0], -1), index, ctx.shape[0])
         return total.to(ctx.dtype).reshape(ctx.shape), None, None
+
+
+class _Sum(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, num_rows: int, token_rows: Tensor, runs: tuple[Run, ...] | None) -> Tensor:
+        ctx.save_for_backward(token_rows)
+        ctx.dtype = x.dtype
+        total = _sum_by_row(x, RowIndex(token_rows, runs), num_rows)
+        return total.to(torch.promote_types(x.dtype, torch.float32))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.index_select(0, ctx.saved_tensors[0]).to(ctx.dtype), None, None, None
 
 
 class _Modulate(Function):
@@ -160,9 +195,9 @@ class _Modulate(Function):
         if ctx.needs_input_grad[0]:
             of_x = _combine(torch.mul, index, gradient, _Table(1 + scale)).to(x.dtype)
         if ctx.needs_input_grad[1]:
-            of_shift = sum_by_row(gradient, index, len(scale)).to(ctx.shift_dtype)
+            of_shift = _sum_by_row(gradient, index, len(scale)).to(ctx.shift_dtype)
         if ctx.needs_input_grad[2]:
-            of_scale = sum_by_row(gradient * x, index, len(scale)).to(scale.dtype)
+            of_scale = _sum_by_row(gradient * x, index, len(scale)).to(scale.dtype)
         return of_x, of_shift, of_scale, None, None
 
 
@@ -186,7 +221,7 @@ class _AddGated(Function):
         if ctx.needs_input_grad[1]:
             of_update = _combine(torch.mul, index, gradient, _Table(gate)).to(update.dtype)
         if ctx.needs_input_grad[2]:
-            of_gate = sum_by_row(gradient * update, index, len(gate)).to(gate.dtype)
+            of_gate = _sum_by_row(gradient * update, index, len(gate)).to(gate.dtype)
         return gradient.to(ctx.x_dtype), of_update, of_gate, None, None
 
 
@@ -197,17 +232,14 @@ class _Table(NamedTuple):
 
 
 def _combine(operator: Callable[..., Tensor], index: RowIndex, *arguments: Tensor | _Table) -> Tensor:
-    """An elementwise operator on tokens (T, C) and on tables (S, C) at each token's row: (T, C) in their common dtype."""
+    """An elementwise operator on tokens (T, C) and on each token's row of tables (S, C), in their common dtype."""
     values = [a.values if isinstance(a, _Table) else a for a in arguments]
-    dtype = values[0].dtype
-    for value in values[1:]:
-        dtype = torch.promote_types(dtype, value.dtype)
     shares = [isinstance(a, _Table) for a in arguments]
-    values = [value.to(dtype) for value in values]
+    dtype = functools.reduce(torch.promote_types, (value.dtype for value in values))
     if not index.is_by_runs:
-        found = (v.index_select(0, index.rows) if shared else v for v, shared in zip(values, shares, strict=True))
-        return operator(*found)
-    out = values[0].new_empty(index.rows.shape[0], values[0].shape[1])
+        looked_up = (v.index_select(0, index.rows) if shared else v for v, shared in zip(values, shares, strict=True))
+        return operator(*looked_up)
+    out = values[0].new_empty(index.rows.shape[0], values[0].shape[1], dtype=dtype)
     views = (_shared(v, index) if shared else _runs(v, index) for v, shared in zip(values, shares, strict=True))
     for (_, target), *found in zip(_runs(out, index), *views, strict=True):
         operator(*(view for _, view in found), out=target)
