@@ -102,3 +102,16 @@ def test_wrong_arguments():
         reduce_loss(losses, reduction="sample_mean", lengths=[1, 2], num_samples=4, world_size=1)
     with pytest.raises(ValueError, match=r"\(T,\), got \(4, 1\)"):
         reduce_loss(losses[:, None], reduction="rank_mean")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_losses_in_half_precision_are_reduced_in_float32(dtype):
+    """65,536 is not a float16, and a third of a bfloat16 is off by 1e-3."""
+    losses = torch.full((3 * 2**16,), 1.5, dtype=dtype, requires_grad=True)
+    for options in (
+        {"reduction": "rank_mean"},
+        {"reduction": "token_mean", "num_tokens": len(losses), "world_size": 1},
+        {"reduction": "sample_mean", "lengths": [2**16] * 3, "num_samples": 3, "world_size": 1},
+    ):
+        loss = reduce_loss(losses, **options)
+        assert loss.dtype == torch.float32 and abs(float(loss.detach()) - 1.5) < 1e-6, options

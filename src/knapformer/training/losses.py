@@ -78,7 +78,7 @@ def reduce_loss(
         world_size: the number of ranks over which gradients are averaged; not needed for ``rank_mean``.
 
     Returns:
-        A scalar with a graph, even where there is no token. A mean over nothing is 0.
+        A scalar with a graph, even where there is no token, in float32 or higher. A mean over nothing is 0.
 
     Raises:
         ConfigurationError: an unknown reduction, or a count that it needs is missing or below this rank's own.
@@ -89,6 +89,7 @@ def reduce_loss(
     if per_token_loss.dim() != 1:
         raise ValueError(f"per_token_loss must have shape (T,), got {tuple(per_token_loss.shape)}")
     num_home_tokens = per_token_loss.shape[0]
+    per_token_loss = per_token_loss.to(torch.promote_types(per_token_loss.dtype, torch.float32))
     if reduction == "rank_mean":
         return per_token_loss.sum() / max(num_home_tokens, 1)
     num_ranks = _count("world_size", world_size, reduction, minimum=1)
