@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +65,7 @@ def try_ranks(
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        context = _context(preload)
+        context = rank_context(preload)
         ranks = [
             context.Process(target=_rank_main, args=(r, world_size, name, backend, function, args))
             for r in range(world_size)
@@ -73,7 +73,7 @@ def try_ranks(
         for process in ranks:
             process.start()
         hung = _join(ranks, timeout_s)
-        stacks = _stacks(ranks, folder) if hung else ""
+        stacks = rank_stacks(ranks, folder) if hung else ""
         for process in ranks:
             process.kill()
             process.join()
@@ -81,7 +81,7 @@ def try_ranks(
         return [_outcome(folder / f"{r}.pickle", process) for r, process in enumerate(ranks)]
 
 
-def _context(preload: Sequence[str]) -> Any:
+def rank_context(preload: Sequence[str]) -> Any:
     """Ranks are forked from one server that has imported torch already: that import takes seconds of each rank.
 
     The server starts once for all tests; what a later test wants preloaded is then imported by its ranks.
@@ -100,7 +100,8 @@ def _join(ranks: Sequence[Any], timeout_s: float) -> list[int]:
     return [r for r, process in enumerate(ranks) if process.is_alive()]
 
 
-def _stacks(ranks: Sequence[Any], folder: Path) -> str:
+def rank_stacks(ranks: Sequence[Any], folder: Path) -> str:
+    """Where each rank is now, as it writes it itself."""
     for process in ranks:
         if process.is_alive():
             with contextlib.suppress(ProcessLookupError):
@@ -122,12 +123,7 @@ def _rank_main(
     rank: int, world_size: int, folder: str, backend: str, function: Callable[..., Any], args: Sequence[Any]
 ) -> None:
     with open(f"{folder}/{rank}.stack", "w") as stack:
-        faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
-        torch.set_num_threads(1)
-        store = dist.FileStore(f"{folder}/store", world_size)
-        if backend != "gloo":
-            torch.accelerator.set_device_index(rank)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+        join_ranks(rank, world_size, folder, backend, stack)
         try:
             outcome = Outcome(value=function(rank, world_size, *args))
         except Exception as error:
@@ -137,3 +133,16 @@ def _rank_main(
             # Without the barrier, gloo's threads sometimes abort a rank that leaves while another still talks to it.
             dist.barrier()
             dist.destroy_process_group()
+
+
+def join_ranks(rank: int, world_size: int, folder: str, backend: str, stack: IO[str]) -> None:
+    """Make this process one of the ranks that meet in ``folder``; on SIGUSR1 it writes its threads' stacks.
+
+    Every rank calls it.
+    """
+    faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
+    torch.set_num_threads(1)
+    store = dist.FileStore(f"{folder}/store", world_size)
+    if backend != "gloo":
+        torch.accelerator.set_device_index(rank)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))

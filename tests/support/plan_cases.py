@@ -17,9 +17,20 @@ def cuts(total: int, parts: int, rng: random.Random) -> list[int]:
 
 
 def random_plan(
-    ranks: list[list[int]], num_heads: int, rng: random.Random, *, num_kv_heads: int | None = None, split: float = 0.6
+    ranks: list[list[int]],
+    num_heads: int,
+    rng: random.Random,
+    *,
+    num_kv_heads: int | None = None,
+    split: float = 0.6,
+    query_tiles: bool = True,
 ) -> Plan:
-    """A plan that nobody would want: any rank may hold any tokens and compute any tiles."""
+    """A plan that nobody would want: any rank may hold any tokens and compute any tiles.
+
+    Args:
+        split: the share of sequences that are split.
+        query_tiles: tiles may have part of the queries.
+    """
     world_size = len(ranks)
     lengths = [length for own in ranks for length in own]
     segments, tiles = [], []
@@ -33,7 +44,7 @@ def random_plan(
             own_segments = [(rng.randrange(world_size), a, b) for a, b in itertools.pairwise(bounds)]
             head_bounds = cuts(num_heads, rng.randint(1, world_size), rng)
             for a, b in itertools.pairwise(head_bounds):
-                rows = cuts(length, rng.choice([1, 1, 2, 3]), rng)
+                rows = cuts(length, rng.choice([1, 1, 2, 3]) if query_tiles else 1, rng)
                 own_tiles += [(rng.randrange(world_size), a, b, p, q) for p, q in itertools.pairwise(rows)]
         segments.append(own_segments)
         tiles.append(own_tiles)
