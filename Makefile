@@ -1,5 +1,6 @@
 # make demo    train with and without balancing, and compare
 # make test    all tests
+# make soak    ten minutes of random balanced steps against unbalanced ones
 # make check   formatting, lint, types
 # make bench   planning time and routing, as JSON
 
@@ -12,13 +13,16 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp c
 # One thread per process: ranks share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test check bench clean
+.PHONY: demo test soak check bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/knapformer demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
+
+soak: $(INSTALLED)
+	$(BIN)/python scripts/soak.py
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

@@ -51,7 +51,9 @@ def main(
 
 
 def show_failure(failure: dict[str, Any]) -> None:
-    print(f"\nFAILED: python scripts/soak.py --replay {failure['seed']}\n{failure['case']}\n{failure['what']}", flush=True)
+    print(
+        f"\nFAILED: python scripts/soak.py --replay {failure['seed']}\n{failure['case']}\n{failure['what']}", flush=True
+    )
 
 
 def show(found: Any) -> None:

@@ -39,9 +39,7 @@ def test_notices_a_lost_gradient() -> None:
         ("autocast", float("nan"), 1e-2, False),
     ],
 )
-def test_judges_by_what_the_unbalanced_run_is_off_by(
-    precision: str, error: float, own: float, is_right: bool
-) -> None:
+def test_judges_by_what_the_unbalanced_run_is_off_by(precision: str, error: float, own: float, is_right: bool) -> None:
     finding = Finding("parameters", "weight", apart=error, error=error, own_error=own, norm=1.0, size=10**6)
     (judged,) = judge(replace(draw(0), precision=precision), [finding])
     assert judged.is_right is is_right

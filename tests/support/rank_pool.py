@@ -24,8 +24,8 @@ class RankPool:
     """Gloo ranks that run one job after another. After a failure it is of no more use.
 
     Args:
-        function: what a job is: ``function(rank, world_size, state, item)``; ``state`` is a dictionary of the rank's own
-            that lives as long as the pool.
+        function: what a job is: ``function(rank, world_size, state, item)``; ``state`` is a dictionary of the rank's
+            own that lives as long as the pool.
         world_size: ranks.
         timeout_s: after which a job counts as hung.
         preload: further modules that are slow to import.

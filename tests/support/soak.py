@@ -24,8 +24,12 @@ NOISE = 1e-5
 
 @dataclass(frozen=True)
 class Judged:
-    """One tensor: what was measured and what is allowed. ``own`` is the unbalanced run's distance from float64, ``error``
-    the balanced one's; all relative to the tensor's norm."""
+    """One tensor: what was measured and what is allowed, relative to the tensor's norm.
+
+    Attributes:
+        apart: the balanced run's distance from the unbalanced one.
+        error, own: the balanced and the unbalanced run's distance from float64.
+    """
 
     finding: Finding
     apart: float
@@ -49,8 +53,8 @@ def judge(case: SoakCase, findings: Iterable[Finding]) -> list[Judged]:
 
 
 def _judge(f: Finding, precision: str, unit: float, typical: float) -> Judged:
-    """float64 and float32 by law 3; where a tensor in float32 is a sum that cancels, and in lower precision always, by the
-    unbalanced run's own distance from float64.
+    """float64 and float32 by law 3; by the unbalanced run's own distance from float64 in lower precision always, and in
+    float32 where a tensor is a sum that cancels.
 
     That distance is a sum of roundings, and may be small by chance: it counts as at least the root mean square over the
     case's tensors. A norm over n random roundings scatters by about 1/√n, which is granted twice.

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from knapformer import Balancer, CostModel, Lengths, Plan
+from knapformer import Balancer, CostModel, Lengths, Plan, make_plan
 from knapformer.models import DiT, DiTConfig, MMDiT, MMDiTConfig, StreamIndex, dit, layers, local_attention, mmdit
 from knapformer.models.rope import rotations
 from knapformer.parallel import checkpoint, checkpointed, shard
@@ -161,7 +161,7 @@ def unbalanced(model: nn.Module, mine: Sequence[SoakSample], case: SoakCase, exa
         found = torch.autograd.grad(loss, [*parameters, *leaves], allow_unused=True)
         for total, gradient in zip(totals, found[: len(parameters)], strict=True):
             if gradient is not None:
-                total += gradient
+                total.add_(gradient)
         gradients = iter(found[len(parameters) :])
         result.outputs[i] = output.detach()
         result.inputs[i] = {n: grad_of(x, next(gradients)) if x.requires_grad else x[:0] for n, x in inputs.items()}
@@ -171,9 +171,7 @@ def unbalanced(model: nn.Module, mine: Sequence[SoakSample], case: SoakCase, exa
 
 def run_alone(model: nn.Module, sample: SoakSample, case: SoakCase) -> Tensor:
     num_text, num_visual = len(sample.text), len(sample.visual)
-    attention = functools.partial(
-        local_attention([num_text + num_visual]), scale=case.scale, causal=case.causal
-    )
+    attention = functools.partial(local_attention([num_text + num_visual]), scale=case.scale, causal=case.causal)
     conditioning = sample.conditioning[None] + pooled(sample.context, [len(sample.context)])
     index = torch.zeros(num_text + num_visual, dtype=torch.int64)
     if case.model == "dit":
@@ -257,9 +255,8 @@ def mesh(case: SoakCase, state: dict[Any, Any]) -> Any:
 
 
 def make_balancer(case: SoakCase) -> Balancer:
-    cost = CostModel(hidden=8 * case.plan_heads, num_heads=case.plan_heads, flops_per_s=1e9)
     return Balancer(
-        cost,
+        make_cost(case),
         planner=make_planner(case),
         topology=case.topology,
         num_kv_heads=case.plan_kv_heads,
@@ -267,10 +264,16 @@ def make_balancer(case: SoakCase) -> Balancer:
     )
 
 
+def make_cost(case: SoakCase) -> CostModel:
+    return CostModel(hidden=8 * case.plan_heads, num_heads=case.plan_heads, flops_per_s=1e9)
+
+
 def make_planner(case: SoakCase) -> Any:
     heads = {"num_heads": case.plan_heads, "num_kv_heads": case.plan_kv_heads}
     if case.planner == "apart":
         return lambda lengths: plan_apart(lengths, balanced_cases.Case(**heads))
+    if case.planner == "moldable" and case.causal:
+        return functools.partial(plan_with_all_queries, case=case)
     if case.planner != "random":
         return case.planner
 
@@ -279,6 +282,16 @@ def make_planner(case: SoakCase) -> Any:
         return random_plan(lengths.to_lists(), rng=rng, query_tiles=not case.causal, **heads)
 
     return plan
+
+
+def plan_with_all_queries(lengths: Lengths, case: SoakCase) -> Plan:
+    """What ``moldable`` makes, unless it has tiles of part of the queries, which causal attention refuses."""
+    options: dict[str, Any] = {"cost": make_cost(case), "num_kv_heads": case.plan_kv_heads}
+    plan = make_plan(lengths, **options)
+    rows = plan.tile_query_end - plan.tile_query_start
+    if (rows == plan.lengths[plan.tile_sequence]).all():
+        return plan
+    return make_plan(lengths, planner="whole", **options)
 
 
 def forget(balancer: Balancer) -> None:
@@ -424,7 +437,7 @@ class Gradients:
         loss.backward()
         for parameter, total in zip(self.parameters, self.totals, strict=True):
             if parameter.grad is not None:
-                total += local(parameter.grad)
+                total.add_(local(parameter.grad))
             parameter.grad = None
 
     def over_all_ranks(self) -> list[Tensor]:
@@ -457,9 +470,7 @@ def compare(kind: str, name: str, together: Tensor, alone: Tensor, exact: Tensor
     return Finding(kind, name, *(float(x.norm()) for x in (a - b, a - c, b - c, c)), c.numel())
 
 
-def compare_parameters(
-    trained: list[Any], together: Result, alone: Result, exact: Result, rank: int
-) -> list[Finding]:
+def compare_parameters(trained: list[Any], together: Result, alone: Result, exact: Result, rank: int) -> list[Finding]:
     findings, norms = [], []
     for number, p in enumerate(trained):
         a, b, c = (run.parameters[number] for run in (together, alone, exact))
