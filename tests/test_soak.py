@@ -13,8 +13,8 @@ from soak_run import Finding
 
 def test_random_cases_equal_the_unbalanced_run() -> None:
     failures = []
-    for ranks, cases in ((3, 10), (4, 9), (2, 8)):
-        soak = run_soak(seed=1, seconds=90, ranks=[ranks], cases=cases)
+    for ranks, cases in ((3, 12), (4, 12), (2, 12)):
+        soak = run_soak(seed=1, seconds=200, ranks=[ranks], cases=cases)
         failures += soak.failures
         assert soak.num_cases == cases
     text = "\n\n".join(f"python scripts/soak.py --replay {f['seed']}\n{f['what']}" for f in failures)
@@ -62,7 +62,7 @@ def stuck(rank: int, world_size: int, state: dict[str, int], item: str) -> int:
 
 @pytest.mark.parametrize(("item", "text"), [("hang", "in stuck"), ("raise", "rank 1 raised")])
 def test_ranks_that_hang_or_fail_are_shown(item: str, text: str) -> None:
-    pool = RankPool(stuck, 2, timeout_s=5)
+    pool = RankPool(stuck, 2, timeout_s=2)
     assert pool.run("go") == [1, 1] and pool.run("go") == [2, 2]
     with pytest.raises(RankFailureError, match=text):
         pool.run(item)
