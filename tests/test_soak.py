@@ -62,7 +62,7 @@ def stuck(rank: int, world_size: int, state: dict[str, int], item: str) -> int:
 
 @pytest.mark.parametrize(("item", "text"), [("hang", "in stuck"), ("raise", "rank 1 raised")])
 def test_ranks_that_hang_or_fail_are_shown(item: str, text: str) -> None:
-    pool = RankPool(stuck, 2, timeout_s=2)
+    pool = RankPool(stuck, 2, timeout_s=3)
     assert pool.run("go") == [1, 1] and pool.run("go") == [2, 2]
     with pytest.raises(RankFailureError, match=text):
         pool.run(item)

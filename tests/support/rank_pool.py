@@ -12,6 +12,9 @@ from typing import Any
 
 from launch import join_ranks, rank_context, rank_stacks
 
+START_S = 120.0
+"""How long ranks may take to start and to meet."""
+
 GRACE_S = 5.0
 """How long the other ranks have, after one has failed, to fail with a message of their own."""
 
@@ -46,6 +49,7 @@ class RankPool:
             there.close()
             self._pipes.append(here)
             self._ranks.append(process)
+        self._answers(START_S)
 
     def run(self, item: Any) -> list[Any]:
         """What each rank's function gives for ``item``.
@@ -55,8 +59,11 @@ class RankPool:
         """
         for pipe in self._pipes:
             pipe.send(item)
+        return self._answers(self.timeout_s)
+
+    def _answers(self, timeout_s: float) -> list[Any]:
         answers: dict[int, tuple[Any, str]] = {}
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + timeout_s
         while len(answers) < len(self._ranks) and time.monotonic() < deadline:
             waiting = {self._pipes[r]: r for r in range(len(self._ranks)) if r not in answers}
             for pipe in wait(list(waiting), timeout=0.2):
@@ -66,7 +73,7 @@ class RankPool:
                     deadline = min(deadline, time.monotonic() + GRACE_S)
         failures = {rank: failure for rank, (_, failure) in sorted(answers.items()) if failure}
         if len(answers) < len(self._ranks) or failures:
-            raise RankFailureError(self._what_happened(answers, failures))
+            raise RankFailureError(self._what_happened(answers, failures, timeout_s))
         return [answers[rank][0] for rank in range(len(self._ranks))]
 
     def close(self) -> None:
@@ -86,11 +93,11 @@ class RankPool:
             return None, f"died with exit code {self._ranks[rank].exitcode}"
         return answer
 
-    def _what_happened(self, answers: dict[int, Any], failures: dict[int, str]) -> str:
+    def _what_happened(self, answers: dict[int, Any], failures: dict[int, str], timeout_s: float) -> str:
         lines = [f"--- rank {rank} raised\n{failure}" for rank, failure in failures.items()]
         silent = [rank for rank in range(len(self._ranks)) if rank not in answers]
         if silent:
-            waited = "" if failures else f" within {self.timeout_s:g} s"
+            waited = "" if failures else f" within {timeout_s:g} s"
             lines.append(f"ranks {silent} did not answer{waited}\n{rank_stacks(self._ranks, Path(self._folder.name))}")
         self.close()
         return "\n".join(lines)
@@ -100,6 +107,7 @@ def _serve(rank: int, world_size: int, folder: str, function: Callable[..., Any]
     state: dict[Any, Any] = {}
     with open(f"{folder}/{rank}.stack", "w") as stack:
         join_ranks(rank, world_size, folder, "gloo", stack)
+        pipe.send(("ready", ""))
         while True:
             try:
                 item = pipe.recv()
