@@ -7,7 +7,7 @@ import pytest
 from knapformer.demo.config import DEMO_CODES, TrainConfig, default_planners
 from knapformer.errors import ConfigurationError
 from knapformer.models.presets import cost_template, make_config
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec
 from knapformer.workloads.workloads import parse_codes
 
 

@@ -9,7 +9,7 @@ import pytest
 from knapformer.cli import main
 from knapformer.errors import ConfigurationError
 from knapformer.given.shapes import model_shape
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec
 from knapformer.predict.hardware import HARDWARE, hardware
 from knapformer.predict.memory import MemoryModel
 from knapformer.predict.presets import comparisons, run_comparison

@@ -1,23 +1,20 @@
-"""What the command's modules share: option types, results files and progress bars."""
+"""What the commands share: values of options, results files and progress bars."""
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from knapformer.errors import ConfigurationError
-
-Out = Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")]
 
 MOST_CAP_DIGITS = 12
 
@@ -69,3 +66,15 @@ def progress_bar(name: str, total: int | None) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
         task = bars.add_task(name, total=total)
         yield lambda: bars.advance(task)
+
+
+def checked_shard_size(given: int | None, num_ranks: int, ranks_per_node: int) -> int:
+    """The value of ``--shard-size``; without it as much of a node as divides the ranks.
+
+    Raises:
+        ConfigurationError: it does not divide the ranks.
+    """
+    shard = math.gcd(num_ranks, ranks_per_node) if given is None else given
+    if num_ranks % shard:
+        raise ConfigurationError(f"--shard-size must divide {num_ranks} ranks, got {shard}")
+    return shard

@@ -9,7 +9,7 @@ from typing import Any
 from knapformer.errors import ConfigurationError
 from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS
 from knapformer.given.topology import Topology, uniform_topologies
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec
 from knapformer.workloads.workloads import parse_codes
 
 DEMO_CODES = "g1b1i672f4s0,g1b8i128f1s0"

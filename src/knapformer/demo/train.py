@@ -27,7 +27,7 @@ from knapformer.measure.calibrate import Pack, calibrate, default_packs
 from knapformer.measure.clocks import clock_of_step
 from knapformer.models import MMDiTConfig, StreamIndex, local_attention
 from knapformer.models.presets import cost_template, make_config
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec
 from knapformer.training.parallel import checkpoint, shard
 from knapformer.workloads.workloads import DataCode, parse_codes
 
@@ -215,7 +215,7 @@ def _make_contestant(
         topology=spec.topology,
         group=group.data,
         overlap=config.overlap,
-        max_tokens_per_rank=config.max_tokens_per_rank if spec.name in ("whole", "moldable") else None,
+        max_tokens_per_rank=config.max_tokens_per_rank if spec.keeps_caps else None,
         meter=meter,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, weight_decay=0.0)

@@ -17,7 +17,7 @@ from knapformer.measure.replay import SCHEMA, replay
 from knapformer.measure.runner import ModelRunner
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import make_plan
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec
 from knapformer.workloads.workloads import workload as draw_workload
 
 LEAST_LONGEST_TOKENS = 512

@@ -1,45 +1,31 @@
-"""Planners: pure functions from lengths to a plan. The algorithms are C++ (csrc/), each written once."""
+"""Planners: pure functions from lengths to a plan. ``make_plan`` calls the one of a name, and checks what it gives."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
 
-import numpy as np
-
-from knapformer import _core
-from knapformer.errors import CapacityError, ConfigurationError
+from knapformer.errors import PlanError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths
 from knapformer.given.topology import Topology
+from knapformer.plans import simpler  # noqa: F401  (registers the references, after the planners of native)
 from knapformer.plans.evaluation import Evaluation, evaluate
+from knapformer.plans.native import check_caps
 from knapformer.plans.plan import Plan
-from knapformer.plans.problem import NO_CAP, Caps, as_lengths, as_topology, cost_on, make_problem, rank_caps
+from knapformer.plans.problem import Caps, as_lengths, as_topology, cost_on, rank_caps
+from knapformer.plans.registry import PLANNERS, Request, find_planner
+from knapformer.plans.registry import Caps as CapsKind
 
-__all__ = ["PLANNERS", "Evaluation", "evaluate", "make_plan"]
+__all__ = ["DEFAULT_PLANNER", "PLANNERS", "Evaluation", "evaluate", "make_plan"]
 
-PLANNERS = ("home", "whole", "ulysses", "bags", "moldable")
-"""``home`` moves nothing; ``whole`` moves whole sequences; ``ulysses`` splits each over a node; ``bags`` is
-KnapFormer's greedy over fixed bags; ``moldable`` chooses anew for each step what to split, over which ranks, how."""
-
-_COLUMNS = (
-    "segment_offsets",
-    "segment_rank",
-    "segment_start",
-    "segment_end",
-    "tile_offsets",
-    "tile_rank",
-    "tile_head_start",
-    "tile_head_end",
-    "tile_query_start",
-    "tile_query_end",
-)
+DEFAULT_PLANNER = "moldable"
 
 
 def make_plan(
     lengths: Lengths | Sequence[Sequence[int]],
     *,
-    planner: str = "moldable",
+    planner: str = DEFAULT_PLANNER,
     topology: Topology | str | None = None,
     cost: CostModel | None = None,
     max_tokens_per_rank: Caps = "auto",
@@ -50,7 +36,7 @@ def make_plan(
 
     Args:
         lengths: sequence lengths of each rank.
-        planner: one of ``PLANNERS``.
+        planner: a name of ``PLANNERS``.
         topology: bags, for ``bags``, which repeat where the ranks are a multiple of their total; ranks per node, for
             all planners, where it names them (else the cost model's machine does).
         cost: default ``CostModel()``.
@@ -65,46 +51,20 @@ def make_plan(
         LengthsError: lengths that are none.
         CapacityError: the caps cannot hold the step.
     """
-    if planner not in PLANNERS:
-        raise ConfigurationError(f"unknown planner {planner!r}; known: {', '.join(PLANNERS)}")
+    found = find_planner(planner)
     lengths = as_lengths(lengths)
     topology = as_topology(topology)
     cost = cost_on(cost, topology)
     caps = rank_caps(max_tokens_per_rank, lengths)
-    if isinstance(max_tokens_per_rank, str) and planner != "moldable":
+    if isinstance(max_tokens_per_rank, str) and found.caps is not CapsKind.KEEPS:
         caps = ()
-    problem = make_problem(lengths.tokens, lengths.homes, lengths.num_ranks, cost, caps)
-    if planner == "bags" or topology.bag_sizes:
+    if found.needs_bags or topology.bag_sizes:
         topology.num_groups(lengths.num_ranks)
-    bags = (list(topology.bag_sizes),) if planner == "bags" else ()
-    columns = getattr(_core, planner)(problem, *bags)
-    if columns is None:
-        raise CapacityError(
-            f"{planner} cannot place {lengths.num_tokens} tokens in whole sequences of up to "
-            f"{int(lengths.tokens.max())} under caps of {min(caps)}..{max(caps)} tokens per rank, {sum(caps)} in all"
-        )
-    arrays: dict[str, Any] = dict(zip(_COLUMNS, columns, strict=True))
-    _check_caps(planner, arrays, caps, lengths.num_ranks)
-    return Plan(
-        world_size=lengths.num_ranks,
-        num_heads=cost.num_heads,
-        num_kv_heads=cost.num_heads if num_kv_heads is None else num_kv_heads,
-        planner=planner,
-        lengths=lengths.tokens,
-        homes=lengths.homes,
-        **arrays,
-        group_offset=group_offset,
-        max_tokens_per_rank=caps,
-    )
-
-
-def _check_caps(planner: str, arrays: dict[str, Any], caps: tuple[int, ...], num_ranks: int) -> None:
-    if not caps:
-        return
-    held = np.bincount(
-        arrays["segment_rank"], arrays["segment_end"] - arrays["segment_start"], minlength=num_ranks
-    ).astype(np.int64)
-    over = np.flatnonzero(held > np.asarray([min(cap, NO_CAP) for cap in caps]))
-    if len(over):
-        rank = int(over[0])
-        raise CapacityError(f"{planner} would give rank {rank} {held[rank]} tokens, its cap is {caps[rank]}")
+    num_kv_heads = cost.num_heads if num_kv_heads is None else num_kv_heads
+    plan = found.solve(Request(lengths, cost, caps, topology, num_kv_heads, group_offset))
+    if not plan.places(lengths):
+        raise PlanError(f"planner {planner!r} gave a plan for other lengths, homes or ranks: {plan!r}")
+    check_caps(planner, plan.rank_tokens, caps)
+    if (plan.num_kv_heads, plan.group_offset, plan.max_tokens_per_rank) != (num_kv_heads, group_offset, caps):
+        plan = replace(plan, num_kv_heads=num_kv_heads, group_offset=group_offset, max_tokens_per_rank=caps)
+    return plan

@@ -1,7 +1,8 @@
 """Placements by simpler rules, to measure the planners against. Pure functions from lengths and cost to a plan.
 
 ``karmarkar_karp`` never splits; ``power_of_two`` splits evenly over aligned blocks of 2^k ranks; ``cp_sat`` searches
-the same blocks exhaustively with OR-tools (a dev extra) and is meant for small steps.
+the same blocks exhaustively with OR-tools (the extra ``cp-sat``) and is meant for small steps. They are registered as
+references: comparisons show them on request.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import numpy as np
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths
+from knapformer.plans import native  # noqa: F401  (tables show the planners before the references)
 from knapformer.plans.plan import Plan
+from knapformer.plans.registry import Request, register_planner
 
 
 class Block(NamedTuple):
@@ -145,3 +148,20 @@ def even_plan(lengths: Lengths, cost: CostModel, blocks: Sequence[Block], planne
         num_kv_heads=cost.num_heads,
         planner=planner,
     )
+
+
+@register_planner("karmarkar-karp", summary="whole sequences by largest differencing", is_reference=True)
+def _karmarkar_karp(request: Request) -> Plan:
+    return karmarkar_karp(request.lengths, request.cost)
+
+
+@register_planner("power-of-two", summary="even splits over aligned blocks of 2^k ranks", is_reference=True)
+def _power_of_two(request: Request) -> Plan:
+    return power_of_two(request.lengths, request.cost)
+
+
+@register_planner(
+    "cp-sat", summary="the best such blocks, by OR-tools", is_reference=True, most_ranks=8, package="ortools"
+)
+def _cp_sat(request: Request) -> Plan:
+    return cp_sat(request.lengths, request.cost)

@@ -14,9 +14,9 @@ import numpy.typing as npt
 from knapformer.errors import CapacityError
 from knapformer.given.lengths import Lengths
 from knapformer.plans.planners import make_plan
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec, compared_planners
 from knapformer.predict.memory import MemoryModel
-from knapformer.predict.simulate import Setting, all_planners, best_bags, peak_memory_bytes
+from knapformer.predict.simulate import Setting, best_bags, peak_memory_bytes
 from knapformer.predict.timeline import simulate_step
 from knapformer.workloads.dataset import grouped_steps, random_steps
 
@@ -165,9 +165,11 @@ def num_ways(num_ranks: int) -> int:
 
 
 def _ways(num_ranks: int) -> dict[str, PlannerSpec]:
-    home, whole, _, *rest = all_planners(num_ranks)
-    rest = [spec for spec in rest if spec.topology != f"g1n{num_ranks}"]
-    return {"home": home, "length-grouped": home, "whole": whole, **{str(spec): spec for spec in rest}}
+    """All planners but those that no one would train with: everything split, and bags of one rank."""
+    home = PlannerSpec("home")
+    specs = [s for s in compared_planners(num_ranks) if s.name != "ulysses" and s.topology != f"g1n{num_ranks}"]
+    ways = {str(spec): spec for spec in specs}
+    return {"home": home, "length-grouped": home, **ways}
 
 
 def _run(lengths: Lengths, spec: PlannerSpec, setting: Setting, memory: MemoryModel, cap: int) -> tuple[float, float]:
@@ -177,7 +179,7 @@ def _run(lengths: Lengths, spec: PlannerSpec, setting: Setting, memory: MemoryMo
         planner=spec.name,
         topology=spec.topology,
         cost=setting.cost,
-        max_tokens_per_rank=cap if spec.name in ("whole", "moldable") else None,
+        max_tokens_per_rank=cap if spec.keeps_caps else None,
     )
     timeline = simulate_step(
         plan, setting.cost, sharding=setting.sharding, exchange_latency_s=setting.exchange_latency_s

@@ -12,13 +12,11 @@ from typing import Any
 from knapformer.errors import CapacityError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths
-from knapformer.given.topology import uniform_topologies
 from knapformer.plans.plan import Plan
-from knapformer.plans.planners import Evaluation, evaluate, make_plan
-from knapformer.plans.simpler import cp_sat, karmarkar_karp, power_of_two
+from knapformer.plans.planners import DEFAULT_PLANNER, PLANNERS, Evaluation, evaluate, make_plan
+from knapformer.plans.registry import compared_planners
 from knapformer.workloads.workloads import workload
 
-MAX_CP_SAT_RANKS = 8
 SHARES = (".35", ".5", ".6")
 WAN_SHARE = "{share}"
 """In a workload's name: the share of video tokens, which cycles with the seed."""
@@ -100,7 +98,7 @@ def bench_planners(
     Args:
         scenarios: what to plan.
         seeds: steps of each; a ``wan`` mix's share cycles along them.
-        with_cp_sat: also the CP-SAT reference, on up to ``MAX_CP_SAT_RANKS`` ranks.
+        with_cp_sat: also the CP-SAT reference, on the few ranks that it can do.
     """
     for scenario in scenarios:
         steps = [scenario.lengths(position, seed) for position, seed in enumerate(seeds)]
@@ -118,17 +116,13 @@ def bench_planners(
 
 
 def planners(num_ranks: int, with_cp_sat: bool) -> dict[str, Planner]:
-    """What is compared; ``bags`` with every uniform layout, to pick the best from."""
-    found: dict[str, Planner] = {name: _planner(name) for name in ("home", "whole", "ulysses")}
-    found["karmarkar-karp"] = karmarkar_karp
-    found["power-of-two"] = power_of_two
-    for topology in uniform_topologies(num_ranks):
-        if max(topology.bag_sizes) <= 64:
-            found[f"bags {topology}"] = _planner("bags", topology=topology)
-    if with_cp_sat and num_ranks <= MAX_CP_SAT_RANKS:
-        found["cp-sat"] = cp_sat
-    found["moldable"] = _planner("moldable")
-    found["moldable, no cap"] = _planner("moldable", max_tokens_per_rank=None)
+    """What is compared: every registered planner, the references too, and ``bags`` with each uniform layout."""
+    references = [p.name for p in PLANNERS.values() if p.is_reference and (p.package is None or with_cp_sat)]
+    found: dict[str, Planner] = {}
+    for spec in compared_planners(num_ranks, references):
+        label = str(spec) if spec.topology is None else f"{spec.name} {spec.topology}"
+        found[label] = _planner(spec.name, topology=spec.topology)
+    found[f"{DEFAULT_PLANNER}, no cap"] = _planner(DEFAULT_PLANNER, max_tokens_per_rank=None)
     return found
 
 

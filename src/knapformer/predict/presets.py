@@ -8,10 +8,10 @@ from typing import Any
 
 from knapformer.errors import ConfigurationError
 from knapformer.given.shapes import model_shape
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec, compared_planners
 from knapformer.predict.hardware import hardware
 from knapformer.predict.memory import MemoryModel
-from knapformer.predict.simulate import all_planners, best_bags, drawn_from, setting_of, simulate
+from knapformer.predict.simulate import best_bags, drawn_from, setting_of, simulate
 from knapformer.workloads.workloads import SCENARIOS
 
 BAGS_OF_32 = ("bags:g1n32", "bags:g2n16", "bags:g4n8", "bags:g8n4")
@@ -78,7 +78,7 @@ def _zellige() -> list[Comparison]:
             model="wan2.1-1.3b",
             hardware=device,
             shard_size=8,
-            planners=(*map(str, all_planners(num_ranks)), MIXED_BAGS[num_ranks]),
+            planners=(*map(str, compared_planners(num_ranks)), MIXED_BAGS[num_ranks]),
             published=None if ratio is None else {"Zellige over KnapFormer's bags": ratio},
         )
         for label, num_ranks, tokens, seconds, device, ratio in sizes
@@ -135,7 +135,7 @@ def run_comparison(
 
 def planners_of(comparison: Comparison) -> list[PlannerSpec]:
     """The planners to compare, parsed."""
-    return [PlannerSpec.parse(name) for name in comparison.planners] or all_planners(comparison.num_ranks)
+    return [PlannerSpec.parse(name) for name in comparison.planners] or compared_planners(comparison.num_ranks)
 
 
 def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:

@@ -14,20 +14,16 @@ import numpy as np
 from knapformer.errors import CapacityError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths
-from knapformer.given.topology import uniform_topologies
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import evaluate, make_plan
 from knapformer.plans.problem import Caps
-from knapformer.plans.spec import PlannerSpec
+from knapformer.plans.registry import PlannerSpec
 from knapformer.predict.hardware import Hardware
 from knapformer.predict.memory import MemoryModel
 from knapformer.predict.timeline import Sharding, simulate_step
 from knapformer.workloads.workloads import draw
 
 SCHEMA = "knapformer.simulate/1"
-
-MOST_BAG_RANKS = 64
-"""Larger bags are slower still, and take long to simulate."""
 
 Draw = Callable[[], Lengths]
 OnStep = Callable[[], None]
@@ -62,13 +58,6 @@ def drawn_from(name: str, num_ranks: int | None, seed: int) -> Draw:
     """Steps of a workload, one after another; equal seeds give equal steps."""
     rng = random.Random(seed)
     return lambda: Lengths.from_ranks(draw(name, rng, num_ranks))
-
-
-def all_planners(num_ranks: int) -> list[PlannerSpec]:
-    """``home``, ``whole``, ``ulysses``, every uniform layout of bags of up to ``MOST_BAG_RANKS``, and ``moldable``."""
-    layouts = [layout for layout in uniform_topologies(num_ranks) if layout.bag_sizes[0] <= MOST_BAG_RANKS]
-    bags = [PlannerSpec("bags", str(layout)) for layout in layouts]
-    return [PlannerSpec("home"), PlannerSpec("whole"), PlannerSpec("ulysses"), *bags, PlannerSpec("moldable")]
 
 
 def simulate(
@@ -112,7 +101,7 @@ def _step(lengths: Lengths, spec: PlannerSpec, setting: Setting, caps: Caps, on_
         planner=spec.name,
         topology=spec.topology,
         cost=setting.cost,
-        max_tokens_per_rank=caps if spec.name in ("whole", "moldable") else None,
+        max_tokens_per_rank=caps if spec.keeps_caps else None,
     )
     plan_s = time.perf_counter() - began
     evaluation = evaluate(plan, setting.cost)

@@ -13,11 +13,6 @@ from knapformer.errors import ConfigurationError
 from knapformer.version import __version__
 
 
-def register(app: typer.Typer) -> None:
-    """Add the command to the command line."""
-    app.command()(bench_planners)
-
-
 def bench_planners(
     only: Annotated[str, typer.Option(help="Words by comma; scenarios whose name contains one of them.")] = "",
     max_ranks: Annotated[int, typer.Option(help="Leave out larger scenarios.", min=1)] = 1024,

@@ -1,0 +1,80 @@
+"""``knapformer bench``: the demo with everything settable, also under torchrun."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from knapformer.cli.demo import compare
+from knapformer.cli.options import Compared
+from knapformer.demo.config import CHECKPOINTS, DEMO_CODES, DEMO_STEPS, DTYPES
+from knapformer.given.cost import CostModel
+from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS
+
+BENCH_FILE = Path("runs/bench.json")
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """The MMDiT that is trained."""
+
+    heads: Annotated[int, typer.Option(help="Attention heads.")] = DEMO_HEADS
+    head_width: Annotated[int, typer.Option(help="Channels of a head.")] = DEMO_HEAD_WIDTH
+    double_blocks: Annotated[int, typer.Option(help="Double-stream blocks.")] = 1
+    single_blocks: Annotated[int, typer.Option(help="Single-stream blocks.")] = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """How it is trained."""
+
+    steps: Annotated[int, typer.Option(help="Steps of each planner.")] = DEMO_STEPS
+    warmup_steps: Annotated[int, typer.Option(help="First steps that are not timed.")] = 2
+    dtype: Annotated[str, typer.Option(help=f"{', '.join(DTYPES)}.")] = DTYPES[0]
+    checkpoint: Annotated[str, typer.Option(help=f"What is recomputed: {', '.join(CHECKPOINTS)}.")] = CHECKPOINTS[0]
+    shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards the parameters.")] = None
+    reshard: Annotated[bool, typer.Option(help="Free a block's parameters between its passes.")] = True
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-3
+    max_text_tokens: Annotated[int, typer.Option(help="Longer captions are cut.")] = 48
+    overlap: Annotated[bool, typer.Option(help="Attend to whole sequences during the exchange.")] = True
+    cost: Annotated[Path | None, typer.Option(help="A cost file; without it the bench calibrates first.")] = None
+    seed: Annotated[int, typer.Option(help="Of samples and initial parameters.", min=0)] = 0
+
+
+def bench(
+    model: Model,
+    training: Training,
+    compared: Compared,
+    codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = DEMO_CODES,
+    ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = BENCH_FILE,
+) -> None:
+    """The demo with everything settable; under torchrun it uses the ranks that it is given."""
+    from knapformer.demo.config import TrainConfig, default_planners
+    from knapformer.demo.launch import default_num_ranks, given_num_ranks
+
+    num_ranks = (given_num_ranks() or default_num_ranks()) if ranks is None else ranks
+    config = TrainConfig(
+        codes=codes,
+        planners=tuple(compared.specs) or default_planners(max(num_ranks, 1)),
+        num_heads=model.heads,
+        head_width=model.head_width,
+        num_double_blocks=model.double_blocks,
+        num_single_blocks=model.single_blocks,
+        steps=training.steps,
+        warmup_steps=training.warmup_steps,
+        dtype=training.dtype,
+        checkpoint=training.checkpoint,
+        shard_size=training.shard_size,
+        reshard_after_forward=training.reshard,
+        learning_rate=training.learning_rate,
+        max_text_tokens=training.max_text_tokens,
+        max_tokens_per_rank=compared.cap,
+        overlap=training.overlap,
+        cost=None if training.cost is None else CostModel.read(training.cost).to_dict(),
+        seed=training.seed,
+    )
+    compare(config, num_ranks, output)

@@ -1,0 +1,157 @@
+"""Options that several commands share, as dataclasses, and how a command takes them.
+
+Typer reads a command's options from its signature. ``command`` spreads a parameter that is a dataclass into one option
+for each field, and gives the command the dataclass again:
+
+    @dataclass(frozen=True)
+    class Draw:
+        seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0
+
+    def simulate(draw: Draw) -> None: ...
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from knapformer.cli.common import parse_cap, parse_names
+from knapformer.errors import ConfigurationError
+from knapformer.plans.registry import PlannerSpec, planner_names
+from knapformer.predict.hardware import HARDWARE
+
+DEFAULT_MODEL, DEFAULT_HARDWARE = "flux.1-dev", "h100"
+
+
+def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a command; parameters that are dataclasses become options of their own."""
+
+    def add(function: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(function, include_extras=True)
+        groups = {key: kind for key, kind in hints.items() if is_dataclass(kind) and isinstance(kind, type)}
+        parameters = []
+        for key, parameter in inspect.signature(function).parameters.items():
+            if key in groups:
+                parameters += _options_of(groups[key])
+            else:
+                parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[key]))
+
+        @functools.wraps(function)
+        def run(**values: Any) -> None:
+            for key, kind in groups.items():
+                values[key] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+            function(**values)
+
+        run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]  # functions have none declared
+        run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        app.command(name)(run)
+        return function
+
+    return add
+
+
+def _options_of(kind: Any) -> list[inspect.Parameter]:
+    hints = get_type_hints(kind, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name, inspect.Parameter.KEYWORD_ONLY, default=_default(field), annotation=hints[field.name]
+        )
+        for field in fields(kind)
+    ]
+
+
+def _default(field: Field[Any]) -> Any:
+    return inspect.Parameter.empty if field.default is MISSING else field.default
+
+
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """Where results go."""
+
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file to write.")] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Which steps are drawn."""
+
+    ranks: Annotated[int | None, typer.Option(help="Ranks, where the workload leaves them open.")] = None
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """Planners side by side, and their cap."""
+
+    planners: Annotated[
+        str, typer.Option(help=f"Joined by commas, of {planner_names()}; all but the references by default.")
+    ] = ""
+    max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto"
+
+    @property
+    def specs(self) -> list[PlannerSpec]:
+        """The planners that are named; none where the command chooses."""
+        return [PlannerSpec.parse(name) for name in parse_names("--planners", self.planners)]
+
+    @property
+    def cap(self) -> int | str | None:
+        """As ``make_plan`` takes it."""
+        return parse_cap(self.max_tokens_per_rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The model and the machine that are predicted."""
+
+    model: Annotated[str | None, typer.Option(help=f"A known model; {DEFAULT_MODEL} by default.")] = None
+    hardware: Annotated[str | None, typer.Option(help=f"{', '.join(HARDWARE)}; {DEFAULT_HARDWARE} by default.")] = None
+    cost: Annotated[Path | None, typer.Option(help="A cost file of calibrate, for speed, γ and links.")] = None
+    shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1)] = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """The stand-in of a model that is run and timed on the device at hand."""
+
+    model: Annotated[str, typer.Option(help="A known model, or demo.")] = "demo"
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None
+    dtype: Annotated[str | None, typer.Option(help="float32 on the CPU, else bfloat16.")] = None
+    blocks: Annotated[int, typer.Option(help="Double-stream and single-stream blocks, each.", min=1)] = 1
+    recompute: Annotated[bool, typer.Option(help="Recompute blocks in backward.")] = False
+    budget: Annotated[float, typer.Option(help="Seconds for calibrating, roughly.")] = 60.0
+    repeats: Annotated[int, typer.Option(help="Measurements of each pack or rank.", min=1)] = 3
+
+    def check(self) -> None:
+        """Raise ``ConfigurationError`` for what can be seen before anything is built."""
+        if not 0 < self.budget < float("inf"):
+            raise ConfigurationError(f"--budget must be a number of seconds above 0, got {self.budget}")
+        if self.device not in (None, "cpu", "cuda"):
+            raise ConfigurationError(f"--device must be cpu or cuda, got {self.device!r}")
+
+    def build(self) -> Any:
+        """The ``ModelRunner``."""
+        import torch
+
+        from knapformer.measure.heap import keep_freed_memory
+        from knapformer.measure.runner import DTYPES, ModelRunner
+
+        self.check()
+        where = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        if where.type == "cuda" and not torch.cuda.is_available():
+            raise ConfigurationError("--device cuda: there is no CUDA device here")
+        name = self.dtype or ("float32" if where.type == "cpu" else "bfloat16")
+        if name not in DTYPES:
+            raise ConfigurationError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
+        if where.type == "cpu":
+            torch.set_num_threads(1)
+            keep_freed_memory()
+        return ModelRunner.of_model(
+            self.model, dtype=DTYPES[name], device=where, recompute=self.recompute, num_blocks=self.blocks
+        )

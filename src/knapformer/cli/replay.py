@@ -1,0 +1,74 @@
+"""``knapformer replay``: each rank's share of plans on this one device, against the prediction."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from knapformer.cli.common import parse_names, progress_bar, stamp, write_json
+from knapformer.cli.options import Drawn, Printed, Stand
+from knapformer.errors import ConfigurationError
+from knapformer.plans.registry import PlannerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """Which workload is replayed, where there are no plan files."""
+
+    workload: Annotated[str | None, typer.Option(help="Instead of plan files: plan this workload.")] = None
+    planners: Annotated[str, typer.Option(help="For --workload, joined by commas.")] = "home,bags:g4n2,moldable"
+    scale: Annotated[int, typer.Option(help="Divide the workload's lengths by this.", min=1)] = 1
+    cost: Annotated[Path | None, typer.Option(help="A cost file for this model; else calibrate now.")] = None
+
+
+def replay(
+    drawn: Drawn,
+    stand: Stand,
+    replayed: Replayed,
+    printed: Printed,
+    plans: Annotated[list[Path] | None, typer.Argument(help="Plan files of the same ranks.")] = None,
+) -> None:
+    """Run each rank's share of plans on this one device, one rank after another, and compare with the prediction."""
+    from knapformer.measure.replay import replay_table
+    from knapformer.measure.replay_command import plan_workload, read_cost_file, read_plans, replay_plans
+
+    if bool(plans) == (replayed.workload is not None):
+        raise ConfigurationError("give plan files or --workload, one of them")
+    stand.check()
+    names = parse_names("--planners", replayed.planners)
+    for name in names:
+        PlannerSpec.parse(name)
+    found = read_plans(plans or [])
+    lengths = None
+    if replayed.workload is not None:
+        lengths = plan_workload(replayed.workload, drawn.ranks, replayed.scale, drawn.seed)
+    runner = stand.build()
+    cost_file = None if replayed.cost is None else read_cost_file(replayed.cost, stand.model, runner)
+    with progress_bar("replaying", None) as on_rank:
+        result = replay_plans(
+            runner,
+            found,
+            lengths,
+            planners=names,
+            cost_file=cost_file,
+            budget_s=stand.budget,
+            repeats=stand.repeats,
+            on_rank=on_rank,
+        )
+    result |= {**stamp(), "model": stand.model, "workload": replayed.workload, "scale": replayed.scale}
+    if printed.output is not None:
+        write_json(printed.output, result)
+    if printed.as_json:
+        print(json.dumps(result))
+        return
+    console = Console(soft_wrap=True)
+    console.print(replay_table(result["plans"]))
+    console.print(
+        "Each rank's forward and backward pass ran on this device. Communication is modelled, not measured.",
+        style="dim",
+    )
