@@ -9,7 +9,7 @@ from diffusers.utils import BaseOutput
 
 
 @dataclass
-class BalancedOutput(BaseOutput):
+class BalancedOutput(BaseOutput):  # type: ignore[misc]  # diffusers is not typed
     """Like ``Transformer2DModelOutput``, for a list of samples.
 
     diffusers registers the class with pytree, so that FSDP2 finds the tensors in it.

@@ -111,7 +111,8 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
 def embed_patches(self: Any, patches: Tensor, position: Tensor) -> Tensor:
     """PatchEmbed on single patches (T, C, p, p) at rows of its position table."""
     x = self.proj(patches).flatten(1)
-    return (x + self.pos_embed[0].index_select(0, position)).to(x.dtype)
+    placed: Tensor = (x + self.pos_embed[0].index_select(0, position)).to(x.dtype)
+    return placed
 
 
 def block(self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed) -> tuple[Tensor | None, Tensor]:

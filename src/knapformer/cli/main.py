@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("knapformer: interrupted", file=sys.stderr)
         return 130
     except UsageError as error:
-        return _fail(error.format_message())  # type: ignore[attr-defined]
+        return _fail(error.format_message())  # type: ignore[attr-defined]  # every UsageError has it, see above
     except KnapFormerError as error:
         return _fail(str(error))
     except OSError as error:

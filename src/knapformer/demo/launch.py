@@ -100,7 +100,7 @@ def _failure(folder: Path) -> Exception:
     """What a rank raised; the ranks that were ended because of it say nothing."""
     for file in sorted(folder.glob("error-*.json")):
         kind, message = json.loads(file.read_text())
-        return getattr(errors, kind, KnapFormerError)(message)  # type: ignore[no-any-return]
+        return getattr(errors, kind, KnapFormerError)(message)
     return KnapFormerError("a rank died without a word; out of memory?")
 
 

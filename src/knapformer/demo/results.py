@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rich.table import Table
@@ -100,37 +101,52 @@ def calibration_line(result: Mapping[str, Any]) -> str:
     )
 
 
-def results_table(summary: Mapping[str, Mapping[str, float]]) -> Table:
+Row = Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A column of the comparison, in the terminal and on the page.
+
+    Attributes:
+        title: on the page.
+        short: in the terminal, over two lines.
+        text: of a planner's row of ``summarize``.
+    """
+
+    title: str
+    short: str
+    text: Callable[[Row], str]
+
+
+COLUMNS = (
+    Column("step, ms", "step\nms", lambda row: f"{1e3 * row['step_s']:,.0f}"),
+    Column("tokens/s", "tokens\n/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+    Column("samples/s", "samples\n/s", lambda row: f"{row['samples_per_s']:.2f}"),
+    Column(
+        "discrepancy, predicted/measured",
+        "discrepancy\npred./meas.",
+        lambda row: f"{100 * row['predicted_discrepancy']:.1f}/{100 * row['measured_discrepancy']:.1f} %",
+    ),
+    Column("in exchanges, ms", "exch.\nms", lambda row: f"{1e3 * row['exchange_s']:,.0f}"),
+    Column("sent, MB/step", "sent\nMB", lambda row: f"{row['megabytes']:,.1f}"),
+    Column("speed-up", "speed\n-up ×", lambda row: f"{row['speedup']:.2f}"),
+    Column("of ideal", "of\nideal", lambda row: f"{100 * row['of_ideal']:.0f} %"),
+    Column("loss difference", "loss\ndiff.", lambda row: f"{row['loss_difference']:.0e}"),
+)
+"""In order. A new one needs its value in ``summarize`` and its line here; terminal and page follow."""
+
+
+def results_table(summary: Mapping[str, Row]) -> Table:
     """The one table of a comparison; it fits 80 columns."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("planner", no_wrap=True)
-    for name in (
-        "step\nms",
-        "tokens\n/s",
-        "samples\n/s",
-        "discrepancy\npred./meas.",
-        "exch.\nms",
-        "sent\nMB",
-        "speed\n-up ×",
-        "of\nideal",
-        "loss\ndiff.",
-    ):
-        table.add_column(name, justify="right", no_wrap=True)
+    for column in COLUMNS:
+        table.add_column(column.short, justify="right", no_wrap=True)
     best = max(summary, key=lambda name: summary[name]["speedup"])
     for name, row in summary.items():
-        table.add_row(
-            name,
-            f"{1e3 * row['step_s']:.0f}",
-            f"{row['tokens_per_s']:.0f}",
-            f"{row['samples_per_s']:.2f}",
-            f"{100 * row['predicted_discrepancy']:.1f}/{100 * row['measured_discrepancy']:.1f} %",
-            f"{1e3 * row['exchange_s']:.0f}",
-            f"{row['megabytes']:.1f}",
-            f"{row['speedup']:.2f}",
-            f"{100 * row['of_ideal']:.0f} %",
-            f"{row['loss_difference']:.0e}",
-            style="bold green" if name == best and row["speedup"] > 1 else None,
-        )
+        is_best = name == best and row["speedup"] > 1
+        table.add_row(name, *(c.text(row) for c in COLUMNS), style="bold green" if is_best else None)
     return table
 
 

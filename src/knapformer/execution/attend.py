@@ -58,7 +58,8 @@ class BalancedAttention:
     @property
     def num_rows(self) -> int:
         """Rows that q, k and v have on this rank."""
-        return self.cu_whole[-1] + self.schedule.queries.num_in // self.num_heads
+        num_rows: int = self.cu_whole[-1] + self.schedule.queries.num_in // self.num_heads
+        return num_rows
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """Attend. Every rank of the group calls it for every layer: two all-to-alls, unless no sequence is split.

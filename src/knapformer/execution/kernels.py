@@ -102,7 +102,7 @@ def _has_flash_shape(q: Tensor) -> bool:
 def _flash_attention() -> Callable[..., Any] | None:
     """flash-attn's function; None where the package is missing, of another generation, or built for another torch."""
     try:
-        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]
+        from flash_attn import flash_attn_varlen_func  # type: ignore[import-not-found,unused-ignore]  # optional
     except Exception:  # a broken build raises whatever its loader does
         return None
     found: Callable[..., Any] = flash_attn_varlen_func

@@ -139,7 +139,8 @@ def _sum_by_row(x: Tensor, index: RowIndex, num_rows: int) -> Tensor:
     if not index.is_by_runs:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         # The backward pass of an embedding: sorted on CUDA, in order of the tokens on the CPU.
-        return torch.ops.aten.embedding_dense_backward(wide, index.rows, num_rows, -1, False)
+        total: Tensor = torch.ops.aten.embedding_dense_backward(wide, index.rows, num_rows, -1, False)
+        return total
     total = x.new_zeros(num_rows, x.shape[1])
     for run, tokens in _runs(x, index):
         torch.sum(tokens, dim=1, out=total[run.row : run.row + run.num_rows])

@@ -162,4 +162,5 @@ def measure_link(template: CostModel, group: BalancingGroup) -> float:
         if group.device.type == "cuda":
             torch.cuda.synchronize()
         rates.append(meter.bytes_sent / (time.perf_counter() - began))
-    return statistics.median(r for ranks in gather_values(group, rates) for r in ranks)
+    rate: float = statistics.median(r for ranks in gather_values(group, rates) for r in ranks)
+    return rate

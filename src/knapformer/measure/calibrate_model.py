@@ -6,6 +6,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from knapformer.errors import ConfigurationError
@@ -64,7 +65,8 @@ def make_packs(longest_tokens: int, seed: int = 0) -> tuple[list[Pack], list[Pac
     singles += [(SHORTEST_TOKENS,), (2 * SHORTEST_TOKENS,)]
 
     def log_uniform(low: int, high: int) -> int:
-        return round(low * (max(high, low) / low) ** rng.random())
+        drawn: int = round(low * (max(high, low) / low) ** rng.random())
+        return drawn
 
     def drawn(total: int, most: int) -> Pack:
         pack: list[int] = []
@@ -114,7 +116,7 @@ def calibrate_model(
     times: dict[Pack, list[float]] = {pack: [] for pack in (*fitted, *tested)}
     for _ in range(repeats):
         for pack, units in times.items():
-            units.append(watch.units(lambda pack=pack: runner.train(pack)))  # type: ignore[misc]
+            units.append(watch.units(partial(runner.train, pack)))
             on_pack()
     samples = {pack: PackSample(pack, watch.seconds(units)) for pack, units in times.items()}
     found = fit([samples[pack] for pack in fitted])
@@ -147,7 +149,7 @@ def find_longest(runner: ModelRunner, pass_s: float) -> int:
     while True:
         longer = 2 * tokens
         try:
-            seconds = seconds_of(lambda longer=longer: runner.train([longer]), runner.device)  # type: ignore[misc]
+            seconds = seconds_of(partial(runner.train, [longer]), runner.device)
         except RuntimeError as error:
             if "out of memory" not in str(error).lower():
                 raise

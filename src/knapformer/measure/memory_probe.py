@@ -26,14 +26,15 @@ def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device) - before
     with _LiveBytes() as live:
         run()
-    return live.peak
+    peak: int = live.peak
+    return peak
 
 
 class _LiveBytes(TorchDispatchMode):
     """Counts storages from when an operation first returns them until they are freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's, which mypy takes for ours
         self.now = self.peak = 0
         self.known: set[int] = set()
 

@@ -90,4 +90,5 @@ class DiT(nn.Module):
         x, conditioning = self.visual_in(x), self.conditioning_in(conditioning)
         for block in self.blocks:
             x = block(x, conditioning, sequence_index, rotation, attention)
-        return self.output(rms_norm(x), conditioning, sequence_index)
+        out: Tensor = self.output(rms_norm(x), conditioning, sequence_index)
+        return out

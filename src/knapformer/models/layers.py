@@ -68,7 +68,8 @@ class VectorEmbedder(nn.Module):
         self.out_layer = nn.Linear(width, width)
 
     def forward(self, vector: Tensor) -> Tensor:
-        return self.out_layer(functional.silu(self.in_layer(vector)))
+        embedded: Tensor = self.out_layer(functional.silu(self.in_layer(vector)))
+        return embedded
 
 
 class Modulation(nn.Module):
@@ -81,7 +82,8 @@ class Modulation(nn.Module):
 
     def forward(self, conditioning: Tensor) -> tuple[Tensor, ...]:
         """(S, width) to ``num_outputs`` tensors (S, width)."""
-        return self.linear(functional.silu(conditioning)).chunk(self.num_outputs, dim=-1)
+        parts: tuple[Tensor, ...] = self.linear(functional.silu(conditioning)).chunk(self.num_outputs, dim=-1)
+        return parts
 
 
 class HeadNorm(nn.Module):
@@ -120,7 +122,8 @@ class GeluMLP(nn.Module):
         self.out_layer = nn.Linear(hidden, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.out_layer(functional.gelu(self.in_layer(x), approximate="tanh"))
+        out: Tensor = self.out_layer(functional.gelu(self.in_layer(x), approximate="tanh"))
+        return out
 
 
 class SwiGLU(nn.Module):
@@ -133,7 +136,8 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, value = self.in_layer(x).chunk(2, dim=-1)
-        return self.out_layer(functional.silu(gate) * value)
+        out: Tensor = self.out_layer(functional.silu(gate) * value)
+        return out
 
 
 class OutputLayer(nn.Module):
@@ -147,7 +151,8 @@ class OutputLayer(nn.Module):
     def forward(self, normed: Tensor, conditioning: Tensor, index: Tensor | RowIndex) -> Tensor:
         """Normed tokens (T, width), conditioning (S, width), index (T,) to (T, out_channels)."""
         shift, scale = self.modulation(conditioning)
-        return self.linear(modulate(normed, shift, scale, index))
+        out: Tensor = self.linear(modulate(normed, shift, scale, index))
+        return out
 
 
 @torch.no_grad()

@@ -53,7 +53,8 @@ class StreamLayers(nn.Module):
     def project(self, x: Tensor, modulation: tuple[Tensor, ...], index: RowIndex) -> tuple[Tensor, Tensor, Tensor]:
         """x (T_s, width) to its q, k, v."""
         shift, scale = modulation[:2]
-        return self.head_norm(self.qkv(modulate(layer_norm(x), shift, scale, index)))
+        heads: tuple[Tensor, Tensor, Tensor] = self.head_norm(self.qkv(modulate(layer_norm(x), shift, scale, index)))
+        return heads
 
     def finish(self, x: Tensor, attended: Tensor, modulation: tuple[Tensor, ...], index: RowIndex) -> Tensor:
         """x and attended (T_s, width) to the stream's output (T_s, width)."""
@@ -188,4 +189,5 @@ class MMDiT(nn.Module):
             for block in self.single_blocks:
                 packed = block(packed, conditioning, rows, rotation, attention)
             visual = streams.split(packed)[1]
-        return self.output(layer_norm(visual), conditioning, index.visual)
+        out: Tensor = self.output(layer_norm(visual), conditioning, index.visual)
+        return out

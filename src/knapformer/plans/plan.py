@@ -238,13 +238,16 @@ class Plan:
         flat_tiles = [x for own in tiles for x in sorted(own, key=lambda t: (t[1], t[3]))]
         segment_table = np.asarray(flat_segments).reshape(-1, 3).T
         tile_table = np.asarray(flat_tiles).reshape(-1, 5).T
+        columns: dict[str, Any] = dict(
+            zip(("segment_rank", "segment_start", "segment_end"), segment_table, strict=True)
+        )
+        columns |= dict(zip(_TILE_COLUMNS, tile_table, strict=True))
         return cls(
             lengths=np.asarray(lengths),
             homes=np.asarray(homes),
             segment_offsets=np.cumsum([0, *map(len, segments)], dtype=np.int64),
             tile_offsets=np.cumsum([0, *map(len, tiles)], dtype=np.int64),
-            **dict(zip(("segment_rank", "segment_start", "segment_end"), segment_table, strict=True)),  # type: ignore[arg-type]
-            **dict(zip(_TILE_COLUMNS, tile_table, strict=True)),  # type: ignore[arg-type]
+            **columns,
             **scalars,
         )
 
@@ -273,13 +276,14 @@ class Plan:
             f"{int(self.is_split.sum())} split, {self.num_heads} heads)"
         )
 
-    def _segment_columns(self) -> tuple[Array, Array, Array]:
-        return self.segment_rank, self.segment_start, self.segment_end
+    def _segment_columns(self) -> tuple[Array, ...]:
+        return tuple(getattr(self, name) for name in _SEGMENT_COLUMNS)
 
     def _tile_columns(self) -> tuple[Array, ...]:
         return tuple(getattr(self, name) for name in _TILE_COLUMNS)
 
 
+_SEGMENT_COLUMNS = ("segment_rank", "segment_start", "segment_end")
 _TILE_COLUMNS = ("tile_rank", "tile_head_start", "tile_head_end", "tile_query_start", "tile_query_end")
 
 

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from knapformer.demo.results import SCHEMA, loss_curve, step_times
+from knapformer.demo.results import COLUMNS, SCHEMA, loss_curve, step_times
 from knapformer.errors import ConfigurationError
 
 _GREY, _INK, _RULE, _RED = "#8c939b", "#1c2733", "#e3e7eb", "#c0392b"
@@ -106,7 +106,7 @@ def load_figure(result: Mapping[str, Any]) -> dict[str, Any]:
         group = {"x": ranks, "offsetgroup": name}
         bars.append({"type": "bar", "name": name, "y": busy, "marker": {"color": colors[name]}, **group})
         predictions.append({"type": "scatter", "name": f"{name} predicted", "y": predicted, **shown, **group})
-    even = statistics.fmean(bars[0]["y"])  # type: ignore[type-var]
+    even = statistics.fmean(bars[0]["y"])
     line = {"color": _RED, "width": 2, "dash": "dash"}
     shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even, "line": line}
     nowhere = {"type": "scatter", "x": [None], "y": [None]}
@@ -144,7 +144,8 @@ def steps_figure(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def _step_scale_s(result: Mapping[str, Any]) -> float:
     """Twice the slowest planner's median: a step that the machine held up must not flatten all others."""
-    return 2 * max(row["step_s"] for row in result["summary"].values())
+    limit_s: float = 2 * max(row["step_s"] for row in result["summary"].values())
+    return limit_s
 
 
 def _steps_off_scale(result: Mapping[str, Any]) -> int:
@@ -253,21 +254,10 @@ def _loss_caption(result: Mapping[str, Any]) -> str:
 
 
 def _table(summary: Mapping[str, Mapping[str, float]]) -> str:
-    columns = (
-        ("step, ms", lambda row: f"{1e3 * row['step_s']:,.0f}"),
-        ("tokens/s", lambda row: f"{row['tokens_per_s']:,.0f}"),
-        ("samples/s", lambda row: f"{row['samples_per_s']:.2f}"),
-        ("discrepancy predicted", lambda row: f"{100 * row['predicted_discrepancy']:.1f} %"),
-        ("measured", lambda row: f"{100 * row['measured_discrepancy']:.1f} %"),
-        ("in exchanges, ms", lambda row: f"{1e3 * row['exchange_s']:,.0f}"),
-        ("sent, MB/step", lambda row: f"{row['megabytes']:,.1f}"),
-        ("speed-up", lambda row: f"{row['speedup']:.2f} ×"),
-        ("of ideal", lambda row: f"{100 * row['of_ideal']:.0f} %"),
-    )
-    head = "".join(f"<th>{title}</th>" for title in ("planner", *(title for title, _ in columns)))
+    head = "".join(f"<th>{title}</th>" for title in ("planner", *(column.title for column in COLUMNS)))
     body = "".join(
         f"<tr{' class=best' if name == _best(summary) else ''}><td>{html.escape(name)}</td>"
-        + "".join(f"<td>{cell(row)}</td>" for _, cell in columns)
+        + "".join(f"<td>{column.text(row)}</td>" for column in COLUMNS)
         + "</tr>"
         for name, row in summary.items()
     )

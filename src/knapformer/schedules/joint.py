@@ -53,10 +53,8 @@ class JointExchange:
         received = _ordered([(e.receive, e.source) for e in exchanges], nums_out)
         kept_from = _ordered([(e.keep_from, None) for e in exchanges], nums_in)
         kept_to = _ordered([(e.keep_to, None) for e in exchanges], nums_out)
-        send_counts, receive_counts = (
-            np.sum([_at(peers, e.peers, counts(e)) for e in exchanges], axis=0)
-            for counts in (lambda e: e.send_counts, lambda e: e.receive_counts)
-        )
+        send_counts = np.sum([_at(peers, e.peers, e.send_counts) for e in exchanges], axis=0)
+        receive_counts = np.sum([_at(peers, e.peers, e.receive_counts) for e in exchanges], axis=0)
         below = peers < rank
         return cls(
             taken=sent.followed_by(kept_from),

@@ -103,7 +103,8 @@ def _counts(path: Path, column: Any, name: str, *, minimum: int) -> IntArray:
         value = column.iloc[row]
         value = value.item() if isinstance(value, np.generic) else value
         raise LengthsError(f"{path}: row {row + 1}: {name} must be an integer of at least {minimum}, got {value!r}")
-    return values.astype(np.int64)
+    whole: IntArray = values.astype(np.int64)
+    return whole
 
 
 def random_steps(
