@@ -4,7 +4,7 @@
 //      k and v go to a rank once for each head that it works on. q and the output go by the query rows of its tiles.
 //      Sums over a node stand in for pairs of ranks, so that the cost is linear in segments + tiles.
 //   Communication of each rank. For each exchange it is the larger of what the rank sends and what it receives, over the link's
-//      bandwidth. Inside and between nodes are added.
+//      bandwidth. Inside and between nodes are added. Each exchange adds the latency once for each rank that it sends to or receives from.
 //   Makespan. A rank in no meeting takes linear + attention. A meeting takes the largest linear phase, the largest attention and the
 //      largest communication of its ranks.
 #include "evaluation.hpp"
@@ -36,9 +36,49 @@ int64_t union_size(std::vector<Span>& spans) {
   return size;
 }
 
+// The ranks that each rank exchanges something with, each counted once.
+class Peers {
+ public:
+  explicit Peers(size_t num_ranks) : of_(num_ranks), checked_(num_ranks, 64) {}
+
+  void add(int32_t a, int32_t b) {
+    if (a == b) return;
+    add_one(a, b);
+    add_one(b, a);
+  }
+
+  size_t count(int32_t r) {
+    unite(of_[r]);
+    return of_[r].size();
+  }
+
+ private:
+  static void unite(std::vector<int32_t>& ranks) {
+    std::sort(ranks.begin(), ranks.end());
+    ranks.erase(std::unique(ranks.begin(), ranks.end()), ranks.end());
+  }
+
+  // Lists may hold a rank several times, but never twice as many as were different when it was last looked at.
+  void add_one(int32_t a, int32_t b) {
+    auto& ranks = of_[a];
+    ranks.push_back(b);
+    if (ranks.size() < checked_[a]) return;
+    unite(ranks);
+    checked_[a] = std::max<size_t>(64, 2 * ranks.size());
+  }
+
+  std::vector<std::vector<int32_t>> of_;
+  std::vector<size_t> checked_;
+};
+
 class Evaluator {
  public:
-  Evaluator(const Problem& problem, const PlanView& plan) : p_(problem), v_(plan), flows_(problem.num_ranks) {
+  Evaluator(const Problem& problem, const PlanView& plan)
+      : p_(problem),
+        v_(plan),
+        flows_(problem.num_ranks),
+        before_peers_(problem.latency_s > 0.0 ? problem.num_ranks : 0),
+        after_peers_(problem.latency_s > 0.0 ? problem.num_ranks : 0) {
     const auto n = static_cast<size_t>(problem.num_ranks);
     for (auto& flow : flows_) flow.fill(0.0);
     result_.linear_s.assign(n, 0.0);
@@ -146,6 +186,17 @@ class Evaluator {
       add_rank_flows(r, x, near.tokens - x.tokens, near.kv_heads - x.kv_heads, near.full_heads - x.full_heads, 0);
       add_rank_flows(r, x, all.tokens - near.tokens, all.kv_heads - near.kv_heads, all.full_heads - near.full_heads, 1);
     }
+    if (p_.latency_s > 0.0) add_full_peers();
+  }
+
+  void add_full_peers() {
+    for (int32_t owner : ranks_) {
+      if (local_[owner].tokens == 0) continue;
+      for (int32_t worker : ranks_) {
+        if (local_[worker].kv_heads > 0) before_peers_.add(owner, worker);
+        if (local_[worker].full_heads > 0) after_peers_.add(owner, worker);
+      }
+    }
   }
 
   void add_rank_flows(int32_t r, const Local& x, int64_t other_tokens, int64_t other_kv, int64_t other_full, int far) {
@@ -186,6 +237,7 @@ class Evaluator {
     flows_[worker][kAfterOutNear + far] += bytes;
     flows_[owner][kAfterInNear + far] += bytes;
     result_.bytes += 2.0 * bytes;
+    if (p_.latency_s > 0.0) after_peers_.add(owner, worker);
   }
 
   // Communication and makespan.
@@ -196,6 +248,10 @@ class Evaluator {
       const double near = std::max(f[kBeforeOutNear], f[kBeforeInNear]) + std::max(f[kAfterOutNear], f[kAfterInNear]);
       const double far = std::max(f[kBeforeOutFar], f[kBeforeInFar]) + std::max(f[kAfterOutFar], f[kAfterInFar]);
       e.communication_s[r] = p_.communication_scale * (near / p_.intra_bytes_per_s + far / p_.inter_bytes_per_s);
+      if (p_.latency_s > 0.0) {
+        const auto peers = static_cast<double>(before_peers_.count(r) + after_peers_.count(r));
+        e.communication_s[r] += p_.communication_scale * p_.latency_s * peers;
+      }
       e.makespan_s = std::max(e.makespan_s, e.linear_s[r] + e.attention_s[r]);
     }
     for (const auto& ranks : meetings_) {
@@ -214,6 +270,7 @@ class Evaluator {
   const PlanView& v_;
   Evaluation result_;
   std::vector<std::array<double, kFlows>> flows_;
+  Peers before_peers_, after_peers_;  // only where there is a latency
   std::vector<Local> local_;
   std::vector<int32_t> mark_;
   std::vector<int32_t> ranks_;

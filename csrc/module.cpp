@@ -56,7 +56,7 @@ nb::object solve(Planner planner) {
 void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, Input<double> attention_s,
                   double linear_s_per_token, int32_t num_heads, Input<double> speeds, Input<int32_t> nodes,
                   double intra_bytes_per_s, double inter_bytes_per_s, double communication_scale,
-                  double bytes_per_head_token, const std::optional<Input<int64_t>>& max_tokens) {
+                  double bytes_per_head_token, double latency_s, const std::optional<Input<int64_t>>& max_tokens) {
   new (self) Problem();
   self->lengths = copy_in(lengths);
   self->homes = copy_in(homes);
@@ -70,6 +70,7 @@ void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, I
   self->inter_bytes_per_s = inter_bytes_per_s;
   self->communication_scale = communication_scale;
   self->bytes_per_head_token = bytes_per_head_token;
+  self->latency_s = latency_s;
   self->max_tokens = max_tokens ? copy_in(*max_tokens) : std::vector<int64_t>(self->speeds.size(), kNoCap);
   self->prepare();
 }
@@ -110,7 +111,7 @@ NB_MODULE(_core, m) {
       .def("__init__", &init_problem, nb::arg("lengths"), nb::arg("homes"), nb::arg("attention_s"),
            nb::arg("linear_s_per_token"), nb::arg("num_heads"), nb::arg("speeds"), nb::arg("nodes"),
            nb::arg("intra_bytes_per_s"), nb::arg("inter_bytes_per_s"), nb::arg("communication_scale"),
-           nb::arg("bytes_per_head_token"), nb::arg("max_tokens").none());
+           nb::arg("bytes_per_head_token"), nb::arg("latency_s"), nb::arg("max_tokens").none());
   m.def("evaluate", &evaluate_arrays);
   m.def("home", [](const Problem& p) { return solve([&] { return std::optional(plan_home(p)); }); });
   m.def("whole", [](const Problem& p) { return solve([&] { return plan_whole(p); }); });

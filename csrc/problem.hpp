@@ -24,6 +24,7 @@ struct Problem {
   double inter_bytes_per_s = 0.0;
   double communication_scale = 0.0;
   double bytes_per_head_token = 0.0;
+  double latency_s = 0.0;  // of each exchange, once for each peer
   std::vector<int64_t> max_tokens;  // (N,) hard caps; kNoCap where there is none
 
   // Derived once by `prepare`.

@@ -8,8 +8,10 @@ namespace knapformer {
 double GroupSolver::cost_s() {
   near_.assign(num_ranks_, Flow{});
   far_.assign(num_ranks_, Flow{});
+  row_pairs_.clear();
   add_phases();
   for (size_t k = 0; k < split_.size(); ++k) add_flows(k);
+  if (p_.latency_s > 0.0) count_peers();
   double worst = 0.0;
   for (size_t i = 0; i < num_ranks_; ++i) worst = std::max(worst, attention_s_[i] + linear_s_[i]);
   for (size_t k = 0; k < split_.size(); ++k) worst = std::max(worst, meeting_s(k));
@@ -96,6 +98,7 @@ void GroupSolver::add_row_flows(size_t k) {
       at += rows;
       if (static_cast<size_t>(owner) == i) continue;
       const auto moved = static_cast<double>(rows);
+      if (p_.latency_s > 0.0) row_pairs_.emplace_back(owner, i);
       auto& flow = node_[owner] == node_[i] ? near_ : far_;
       flow[owner].before_out += moved;
       flow[i].before_in += moved;
@@ -105,10 +108,35 @@ void GroupSolver::add_row_flows(size_t k) {
   }
 }
 
+// Both exchanges of rank i: keys come from every rank with tokens; rows of q and of the output go where they overlap. A group has few
+// ranks, so that pairs may be marked in a table.
+void GroupSolver::count_peers() {
+  const size_t g = num_ranks_;
+  before_peers_.assign(g * g, 0);
+  after_peers_.assign(g * g, 0);
+  const auto mark = [g](std::vector<char>& pairs, size_t a, size_t b) { pairs[a * g + b] = pairs[b * g + a] = a != b; };
+  for (size_t k = 0; k < split_.size(); ++k) {
+    if (p_.lengths[split_[k]] <= 0) continue;
+    for (size_t owner = 0; owner < g; ++owner) {
+      if (tokens_[cell(k, owner)] == 0) continue;
+      for (size_t i = 0; i < g; ++i) {
+        if (touched_heads_[cell(k, i)] > 0) mark(before_peers_, owner, i);
+        if (whole_heads_[cell(k, i)] > 0) mark(after_peers_, owner, i);
+      }
+    }
+  }
+  for (const auto& [owner, i] : row_pairs_) mark(after_peers_, owner, i);
+  peers_.assign(g, 0.0);
+  for (size_t i = 0; i < g; ++i) {
+    for (size_t j = 0; j < g; ++j) peers_[i] += before_peers_[i * g + j] + after_peers_[i * g + j];
+  }
+}
+
 double GroupSolver::communication_s(size_t i) const {
   const auto longer = [](const Flow& f) { return std::max(f.before_out, f.before_in) + std::max(f.after_out, f.after_in); };
-  return p_.communication_scale * p_.bytes_per_head_token *
-         (longer(near_[i]) / p_.intra_bytes_per_s + longer(far_[i]) / p_.inter_bytes_per_s);
+  const double links_s =
+      p_.bytes_per_head_token * (longer(near_[i]) / p_.intra_bytes_per_s + longer(far_[i]) / p_.inter_bytes_per_s);
+  return p_.communication_scale * (p_.latency_s > 0.0 ? links_s + p_.latency_s * peers_[i] : links_s);
 }
 
 }  // namespace knapformer

@@ -1,6 +1,7 @@
 // A group: ranks that share some sequences among them. The groups of a plan are disjoint.
 #pragma once
 
+#include <utility>
 #include <vector>
 
 #include "packing.hpp"
@@ -78,6 +79,7 @@ class GroupSolver {
   double meeting_s(size_t k) const;
   void add_flows(size_t k);
   void add_row_flows(size_t k);
+  void count_peers();
   double communication_s(size_t i) const;
 
   size_t cell(size_t k, size_t i) const { return k * num_ranks_ + i; }
@@ -112,6 +114,9 @@ class GroupSolver {
   std::vector<Flow> near_, far_;                                   // (g) inside and between nodes
   std::vector<double> node_tokens_, node_touched_, node_heads_;    // (nodes) of one sequence
   std::vector<int64_t> segment_end_;                               // (g) of one sequence
+  std::vector<std::pair<size_t, size_t>> row_pairs_;               // ranks that exchange rows of shared heads
+  std::vector<char> before_peers_, after_peers_;                   // (g, g) whether two ranks exchange anything
+  std::vector<double> peers_;                                      // (g) of both exchanges
 };
 
 // Shares out_i = clamp(level · speed_i − load_i, 0, most_i) that sum to `total`; the mosts must sum to at least that.

@@ -149,7 +149,8 @@ double even_communication_s(const Problem& problem, int32_t s, int32_t ranks, in
   const double heads = problem.num_heads / g, touched = std::max(1.0, heads);
   const double per_rank = static_cast<double>(problem.lengths[s]) * (2.0 * touched + 2.0 * heads) * problem.bytes_per_head_token;
   return problem.communication_scale * per_rank *
-         ((near - 1.0) / g / problem.intra_bytes_per_s + (g - near) / g / problem.inter_bytes_per_s);
+             ((near - 1.0) / g / problem.intra_bytes_per_s + (g - near) / g / problem.inter_bytes_per_s) +
+         problem.communication_scale * problem.latency_s * 2.0 * (g - 1.0);
 }
 
 std::vector<AnchorSize> size_anchors(const Problem& problem, const LayoutSettings& settings) {

@@ -24,6 +24,7 @@ class Problem:
         inter_bytes_per_s: float,
         communication_scale: float,
         bytes_per_head_token: float,
+        latency_s: float,
         max_tokens: _I64 | None,
     ) -> None: ...
 

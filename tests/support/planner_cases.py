@@ -35,6 +35,7 @@ def random_case(seed: int, max_ranks: int | None = None) -> Case:
         communication_scale=rng.choice([0.0, 0.75, 1.0]),
         speeds=tuple(rng.choice([0.5, 1.0, 1.3]) for _ in range(ranks)) if rng.random() < 0.2 else (),
         nodes=tuple(sorted(rng.randrange(4) for _ in range(ranks))) if rng.random() < 0.2 else (),
+        latency_s=rng.choice([0.0, 0.0, 5e-6, 1e-3]),
     )
     cost = CostModel(64 * heads, heads, rng.choice([0.0, 0.6, 1.3]), rng.choice([500e12, 1e12]), machine=machine)
     return Case(lengths, cost, random_caps(rng, lengths))

@@ -40,6 +40,8 @@ class Machine:
         bytes_per_element: of the activations that are exchanged.
         speeds: relative speed of each rank; empty means 1 everywhere.
         nodes: node of each rank, where nodes are unequal; empty means rank // ranks_per_node.
+        latency_s: of each exchange, once for each peer of a rank: α of the α-β model, in which a message of n bytes
+            takes α + n·β (Hockney, The communication challenge for MPP, Parallel Computing 20, 1994).
     """
 
     ranks_per_node: int = 8
@@ -49,6 +51,7 @@ class Machine:
     bytes_per_element: int = 2
     speeds: tuple[float, ...] = ()
     nodes: tuple[int, ...] = ()
+    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         _require_count("ranks_per_node", self.ranks_per_node)
@@ -59,8 +62,9 @@ class Machine:
             object.__setattr__(self, name, tuple(values))
         for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "bytes_per_element"):
             _require_positive(name, getattr(self, name))
-        if not _is_number(self.communication_scale) or self.communication_scale < 0:
-            raise ConfigurationError(f"communication_scale must be a number >= 0, got {self.communication_scale!r}")
+        for name in ("communication_scale", "latency_s"):
+            if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
+                raise ConfigurationError(f"{name} must be a number >= 0, got {getattr(self, name)!r}")
         for speed in self.speeds:
             _require_positive("speeds", speed)
         object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))

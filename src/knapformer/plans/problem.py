@@ -116,6 +116,7 @@ def make_problem(
         inter_bytes_per_s=machine.inter_node_bytes_per_s,
         communication_scale=machine.communication_scale,
         bytes_per_head_token=cost.bytes_per_head_token,
+        latency_s=machine.latency_s,
         max_tokens=np.asarray([min(cap, NO_CAP) for cap in caps], np.int64) if len(caps) else None,
     )
 
