@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from recipes import RECIPES, ROOT, recipe
 from result_cases import result as example
 
 from knapformer.demo import results
+from knapformer.given.cost import CostModel
+from knapformer.given.lengths import Lengths
+from knapformer.plans.registry import PlannerSpec
+from knapformer.predict import planner_table, simulate_tables
+from knapformer.predict.simulate import Setting, simulate
 from knapformer.report import page
 
-ROOT = Path(__file__).parents[1]
-CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
-RECIPES = CONTRIBUTING[CONTRIBUTING.index("## Recipes") : CONTRIBUTING.index("## Rules")]
-
+PLANNER = recipe("Add a planner")
 MAIN = "import sys; from knapformer.cli import main; sys.exit(main(sys.argv[1:]))"
-
-
-def recipe() -> str:
-    (code,) = re.findall(r"```python\n(.*?)```", RECIPES, re.DOTALL)
-    return code
 
 
 def run(code: str, *arguments: str) -> tuple[int, str]:
@@ -45,6 +43,11 @@ COMMANDS = [
     (["plan", "LENGTHS", "--planner", "worst"], 2, "evens"),
     (["simulate", "--help"], 0, "evens"),
     (["simulate", "--workload", "LENGTHS", "--json"], 0, '"evens"'),
+    (["simulate", "--workload", "LENGTHS", "--planners", "home,evens", "--json"], 0, '"evens"'),
+    (["simulate", "--workload", "LENGTHS", "--planners", "worst"], 2, "evens"),
+    (["advise", "LENGTHS", "--ranks", "2", "--model", "wan2.1-1.3b", "--steps", "2", "--json"], 0, '"evens"'),
+    (["replay", "--help"], 0, "evens"),
+    (["replay", "--workload", "lowres", "--planners", "worst"], 2, "evens"),
     (["bench", "--help"], 0, "evens"),
     (["bench", "--planners", "evens,worst"], 2, "unknown planner 'worst'; known: home"),
     (["bench-planners", "--only", "default-8", "--seeds", "0"], 0, "| evens |"),
@@ -54,7 +57,7 @@ COMMANDS = [
 @pytest.mark.parametrize(("arguments", "code", "word"), COMMANDS)
 def test_a_planner_that_is_registered_is_in_every_command(lengths, arguments, code, word):
     given = [lengths if argument == "LENGTHS" else argument for argument in arguments]
-    found, said = run(recipe() + MAIN, *given)
+    found, said = run(PLANNER + MAIN, *given)
     assert found == code and word in said
 
 
@@ -64,7 +67,7 @@ def test_a_planner_that_is_not_registered_is_in_none(lengths):
 
 
 def test_a_planner_that_is_registered_can_be_used_by_name():
-    code = recipe() + (
+    code = PLANNER + (
         "from knapformer import Balancer, make_plan\n"
         "names = [make_plan([[5000], [100]], planner='evens').planner]\n"
         "print(*names, Balancer(planner='evens').prepare([7]).plan.planner)"
@@ -73,12 +76,12 @@ def test_a_planner_that_is_registered_can_be_used_by_name():
 
 
 def test_a_name_is_registered_once_and_fits_a_command_line():
-    assert "there is a planner 'evens' already" in run(recipe() + recipe())[1]
-    assert "no spaces, colons or commas, got 'e:v'" in run(recipe().replace('"evens", summary', '"e:v", summary'))[1]
+    assert "there is a planner 'evens' already" in run(PLANNER + PLANNER)[1]
+    assert "no spaces, colons or commas, got 'e:v'" in run(PLANNER.replace('"evens", summary', '"e:v", summary'))[1]
 
 
 def test_a_planner_for_other_lengths_is_refused():
-    wrong = recipe().replace("return even_plan(request.lengths,", "return even_plan(Lengths.from_ranks([[1], [2]]),")
+    wrong = PLANNER.replace("return even_plan(request.lengths,", "return even_plan(Lengths.from_ranks([[1], [2]]),")
     code = "from knapformer import Lengths, make_plan\n" + wrong + "make_plan([[3], [4]], planner='evens')"
     assert "gave a plan for other lengths, homes or ranks" in run(code)[1]
 
@@ -91,6 +94,44 @@ def test_a_column_is_in_the_terminal_and_on_the_page(monkeypatch):
     table = results.results_table(result["summary"])
     assert table.columns[-1].header == "the\nanswer" and next(iter(table.columns[-1].cells)) == "forty-two"
     assert "<th>answer</th>" in page.render_page(result) and "<td>forty-two</td>" in page.render_page(result)
+
+
+def test_a_column_of_simulate_is_in_the_terminal_and_in_markdown(monkeypatch):
+    steps = [Lengths.from_ranks([[4000, 300], [200]])]
+    rows = simulate(steps, [PlannerSpec("home"), PlannerSpec("moldable")], Setting(CostModel()))
+    column = ("moved", lambda row: f"{row['moved_tokens']:,.0f} moved")
+    monkeypatch.setattr(simulate_tables, "COLUMNS", (*simulate_tables.COLUMNS, column))
+    moved = f"{rows['moldable']['moved_tokens']:,.0f} moved"
+    assert rows["moldable"]["moved_tokens"] > 0
+    assert list(simulate_tables.planner_table("t", rows).columns[-1].cells) == ["0 moved", moved]
+    described = {"model": "m", "hardware": "h", "num_ranks": 2, "steps": 1, "shard_size": 1, "label": "l"}
+    text = simulate_tables.markdown("t", "c", [{**described, "planners": rows, "ratios": {}, "published": None}])
+    assert next(line for line in text.splitlines() if "| moldable |" in line).endswith(f"| {moved} |")
+
+
+def test_a_column_of_bench_planners_is_in_its_table(monkeypatch):
+    monkeypatch.setattr(planner_table, "COLUMNS", (*planner_table.COLUMNS, ("answer", lambda row: "forty-two")))
+    row = planner_table.Row("joint", 32, 24, "moldable", 1.03, 1.05, 1.02, 3.0, 2.0, 1.5, 4.0)
+    head, _, line = planner_table.planner_table([row]).splitlines()
+    assert head.endswith("| answer |") and line.endswith("| forty-two |") and "**1.0300**" in line
+
+
+def test_every_family_follows_its_recipe():
+    pytest.importorskip("diffusers")
+    import family_cases
+
+    from knapformer.adapters import FAMILIES
+    from knapformer.adapters.family import restated_sources, source_name
+    from knapformer.adapters.fingerprints import FINGERPRINTS
+
+    built = {type(case.build()).__name__ for case in family_cases.CASES.values()}
+    folder = ROOT / "src/knapformer/adapters"
+    modules = {path.stem for path in folder.glob("*.py") if "\nFAMILY = " in path.read_text()}
+    assert {module.rpartition(".")[2] for module in FAMILIES.values()} == modules
+    for name, module in FAMILIES.items():
+        family = importlib.import_module(module).FAMILY
+        assert family.model.__name__ == name and name in built
+        assert {source_name(source) for source in restated_sources(family)} <= set(FINGERPRINTS)
 
 
 def test_what_the_recipes_name_is_there():

@@ -11,7 +11,7 @@ from knapformer.measure.memory_probe import peak_bytes
 from knapformer.models import MMDiT, StreamIndex, local_attention
 from knapformer.models.presets import make_config
 from knapformer.parallel import checkpoint
-from knapformer.predict.memory import PARAMETERS, MemoryModel
+from knapformer.predict.memory import MemoryModel
 
 CASES = [
     # heads, head width, double blocks, single blocks, MLP ratio, sequences of 192 tokens, recompute, dtype
@@ -90,7 +90,7 @@ def test_the_probe_counts_live_tensors_only() -> None:
 
 
 def test_every_model_has_parameters() -> None:
-    assert set(PARAMETERS) == set(MODEL_SHAPES)
+    assert all(shape.parameters >= 0.5e9 for shape in MODEL_SHAPES.values())
 
 
 def test_more_shards_recompute_and_fewer_tokens_take_less() -> None:
@@ -117,7 +117,7 @@ def test_what_cannot_fit_says_by_how_much() -> None:
 
 
 def test_unknown_models_and_blocks_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="'nope' are not known; known: flux"):
-        MemoryModel.of_model("nope", model_shape("flux.1-dev"), shard_size=1)
+    with pytest.raises(ConfigurationError, match="the number of parameters of 'nope' is not known"):
+        MemoryModel.of_model("nope", replace(model_shape("flux.1-dev"), parameters=0.0), shard_size=1)
     with pytest.raises(ConfigurationError, match=r"double or single .* got \['triple'\]"):
         MemoryModel(parameters=1, blocks=["triple"], width=8, mlp_width=8)

@@ -13,7 +13,7 @@ from rich.console import Console
 from knapformer.cli.common import parse_names, progress_bar, stamp, write_json
 from knapformer.cli.options import Drawn, Printed, Stand
 from knapformer.errors import ConfigurationError
-from knapformer.plans.registry import PlannerSpec
+from knapformer.plans.registry import PlannerSpec, planner_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,9 @@ class Replayed:
     """Which workload is replayed, where there are no plan files."""
 
     workload: Annotated[str | None, typer.Option(help="Instead of plan files: plan this workload.")] = None
-    planners: Annotated[str, typer.Option(help="For --workload, joined by commas.")] = "home,bags:g4n2,moldable"
+    planners: Annotated[str, typer.Option(help=f"For --workload, joined by commas, of {planner_names()}.")] = (
+        "home,bags:g4n2,moldable"
+    )
     scale: Annotated[int, typer.Option(help="Divide the workload's lengths by this.", min=1)] = 1
     cost: Annotated[Path | None, typer.Option(help="A cost file for this model; else calibrate now.")] = None
 

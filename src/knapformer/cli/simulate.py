@@ -15,13 +15,14 @@ from knapformer.cli.options import DEFAULT_HARDWARE, DEFAULT_MODEL, Compared, Dr
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
+from knapformer.predict.presets import PRESETS
 
 
 def simulate(
     drawn: Drawn,
     target: Target,
     compared: Compared,
-    preset: Annotated[str | None, typer.Option(help="knapformer, zellige or open-sora.")] = None,
+    preset: Annotated[str | None, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = None,
     workload: Annotated[str | None, typer.Option(help="A workload's name or data codes; or a lengths file.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each workload; one of a lengths file.", min=1)] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,

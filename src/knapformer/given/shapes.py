@@ -36,6 +36,7 @@ class ModelShape:
         temporal_rate: frames per latent frame of the causal video VAE after the first; 1 for image models.
         stream_multiple: each stream of a sequence is padded to a multiple of this.
         position: how positions are encoded, with rotary axes where there are any.
+        parameters: of the transformer, as its publisher rounds them; 0 where they are not known.
     """
 
     width: int
@@ -51,6 +52,7 @@ class ModelShape:
     temporal_rate: int = 1
     stream_multiple: int = 1
     position: str = ""
+    parameters: float = 0.0
 
     @property
     def attention_width(self) -> int:
@@ -106,7 +108,7 @@ _ROPE_WAN = "RoPE 44/42/42"
 _SINCOS = "sine-cosine"
 
 
-def _flux_2(num_heads: int, num_layers: int) -> ModelShape:
+def _flux_2(num_heads: int, num_layers: int, parameters: float) -> ModelShape:
     width = num_heads * 128
     return ModelShape(
         width=width,
@@ -116,10 +118,11 @@ def _flux_2(num_heads: int, num_layers: int) -> ModelShape:
         mlp_width=3 * width,
         mlp_matrices=3,
         position=_ROPE_FLUX_2,
+        parameters=parameters,
     )
 
 
-def _wan(num_heads: int, num_layers: int, mlp_width: int, pixels_per_token: int = 16) -> ModelShape:
+def _wan(num_heads: int, num_layers: int, mlp_width: int, parameters: float, pixels_per_token: int = 16) -> ModelShape:
     return ModelShape(
         width=num_heads * 128,
         num_heads=num_heads,
@@ -130,10 +133,11 @@ def _wan(num_heads: int, num_layers: int, mlp_width: int, pixels_per_token: int 
         pixels_per_token=pixels_per_token,
         temporal_rate=4,
         position=_ROPE_WAN,
+        parameters=parameters,
     )
 
 
-def _ltx(num_layers: int, head_width: int) -> ModelShape:
+def _ltx(num_layers: int, head_width: int, parameters: float) -> ModelShape:
     return ModelShape(
         width=32 * head_width,
         num_heads=32,
@@ -144,19 +148,40 @@ def _ltx(num_layers: int, head_width: int) -> ModelShape:
         pixels_per_token=32,
         temporal_rate=8,
         position="RoPE over time, height, width",
+        parameters=parameters,
     )
 
 
 MODEL_SHAPES: dict[str, ModelShape] = {
-    "flux.1-dev": ModelShape(width=3072, num_heads=24, head_width=128, num_layers=19 + 38, position=_ROPE_FLUX),
-    "flux.2-dev": _flux_2(48, 8 + 48),
-    "flux.2-klein-4b": _flux_2(24, 5 + 20),
-    "flux.2-klein-9b": _flux_2(32, 8 + 24),
+    "flux.1-dev": ModelShape(
+        width=3072,
+        num_heads=24,
+        head_width=128,
+        num_layers=19 + 38,
+        position=_ROPE_FLUX,
+        parameters=11.9e9,
+    ),
+    "flux.2-dev": _flux_2(48, 8 + 48, 32e9),
+    "flux.2-klein-4b": _flux_2(24, 5 + 20, 4e9),
+    "flux.2-klein-9b": _flux_2(32, 8 + 24, 9e9),
     "sd3.5-large": ModelShape(
-        width=2432, num_heads=38, head_width=64, num_layers=38, max_text_tokens=77 + 256, position=_SINCOS
+        width=2432,
+        num_heads=38,
+        head_width=64,
+        num_layers=38,
+        max_text_tokens=77 + 256,
+        position=_SINCOS,
+        parameters=8.1e9,
     ),
     "pixart-sigma": ModelShape(
-        width=1152, num_heads=16, head_width=72, num_layers=28, joint=False, max_text_tokens=300, position=_SINCOS
+        width=1152,
+        num_heads=16,
+        head_width=72,
+        num_layers=28,
+        joint=False,
+        max_text_tokens=300,
+        position=_SINCOS,
+        parameters=0.6e9,
     ),
     "hunyuanvideo": ModelShape(
         width=3072,
@@ -166,6 +191,7 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         max_text_tokens=256,
         temporal_rate=4,
         position=_ROPE_HUNYUAN,
+        parameters=13e9,
     ),
     "hunyuanvideo-1.5": ModelShape(
         width=2048,
@@ -175,19 +201,34 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         max_text_tokens=1000 + 256,
         temporal_rate=4,
         position=_ROPE_HUNYUAN,
+        parameters=8.3e9,
     ),
-    "wan2.1-1.3b": _wan(12, 30, 8960),
-    "wan2.1-14b": _wan(40, 40, 13824),
-    "wan2.2-a14b": _wan(40, 40, 13824),
-    "wan2.2-ti2v-5b": _wan(24, 30, 14336, pixels_per_token=32),
+    "wan2.1-1.3b": _wan(12, 30, 8960, 1.3e9),
+    "wan2.1-14b": _wan(40, 40, 13824, 14e9),
+    "wan2.2-a14b": _wan(40, 40, 13824, 14e9),
+    "wan2.2-ti2v-5b": _wan(24, 30, 14336, 5e9, pixels_per_token=32),
     "cogvideox-2b": ModelShape(
-        width=1920, num_heads=30, head_width=64, num_layers=30, max_text_tokens=226, temporal_rate=4, position=_SINCOS
+        width=1920,
+        num_heads=30,
+        head_width=64,
+        num_layers=30,
+        max_text_tokens=226,
+        temporal_rate=4,
+        position=_SINCOS,
+        parameters=2e9,
     ),
     "cogvideox-5b": ModelShape(
-        width=3072, num_heads=48, head_width=64, num_layers=42, max_text_tokens=226, temporal_rate=4, position="RoPE"
+        width=3072,
+        num_heads=48,
+        head_width=64,
+        num_layers=42,
+        max_text_tokens=226,
+        temporal_rate=4,
+        position="RoPE",
+        parameters=5e9,
     ),
-    "ltx-video-2b": _ltx(28, 64),
-    "ltx-video-13b": _ltx(48, 128),
+    "ltx-video-2b": _ltx(28, 64, 2e9),
+    "ltx-video-13b": _ltx(48, 128, 13e9),
     "mochi-1": ModelShape(
         width=3072,
         num_heads=24,
@@ -198,8 +239,16 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         max_text_tokens=256,
         temporal_rate=6,
         position="learned RoPE",
+        parameters=10e9,
     ),
-    "qwen-image": ModelShape(width=3072, num_heads=24, head_width=128, num_layers=60, position=_ROPE_FLUX),
+    "qwen-image": ModelShape(
+        width=3072,
+        num_heads=24,
+        head_width=128,
+        num_layers=60,
+        position=_ROPE_FLUX,
+        parameters=20e9,
+    ),
     "lumina-2": ModelShape(
         width=2304,
         num_heads=24,
@@ -210,6 +259,7 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         mlp_matrices=3,
         max_text_tokens=256,
         position="RoPE 32/32/32",
+        parameters=2.6e9,
     ),
     "z-image": ModelShape(
         width=3840,
@@ -220,13 +270,21 @@ MODEL_SHAPES: dict[str, ModelShape] = {
         mlp_matrices=3,
         stream_multiple=32,
         position="RoPE 32/48/48",
+        parameters=6e9,
     ),
     "open-sora-2.0": ModelShape(
-        width=3072, num_heads=24, head_width=128, num_layers=19 + 38, temporal_rate=4, position=_ROPE_FLUX
+        width=3072,
+        num_heads=24,
+        head_width=128,
+        num_layers=19 + 38,
+        temporal_rate=4,
+        position=_ROPE_FLUX,
+        parameters=11e9,
     ),
 }
 """By name. Mochi-1's text stream is half as wide as its visual one; here its text tokens cost as much as visual ones.
-Lumina 2 and Z-Image have two refining blocks for visual tokens, counted as layers, and two for text, left out."""
+Lumina 2 and Z-Image have two refining blocks for visual tokens, counted as layers, and two for text, left out.
+Wan 2.2 A14B's parameters are those of one of its two experts."""
 
 
 def model_shape(name: str) -> ModelShape:

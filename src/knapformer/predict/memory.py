@@ -43,31 +43,6 @@ BLOCKS: dict[tuple[str, Recompute], BlockMemory] = {
 BLOCK_WEIGHTS = {"double": 36, "single": 15}
 """Parameters of a block with MLP ratio 4 as multiples of width², modulation included."""
 
-PARAMETERS = {
-    "flux.1-dev": 11.9e9,
-    "flux.2-dev": 32e9,
-    "flux.2-klein-4b": 4e9,
-    "flux.2-klein-9b": 9e9,
-    "sd3.5-large": 8.1e9,
-    "pixart-sigma": 0.6e9,
-    "hunyuanvideo": 13e9,
-    "hunyuanvideo-1.5": 8.3e9,
-    "wan2.1-1.3b": 1.3e9,
-    "wan2.1-14b": 14e9,
-    "wan2.2-a14b": 14e9,
-    "wan2.2-ti2v-5b": 5e9,
-    "cogvideox-2b": 2e9,
-    "cogvideox-5b": 5e9,
-    "ltx-video-2b": 2e9,
-    "ltx-video-13b": 13e9,
-    "mochi-1": 10e9,
-    "qwen-image": 20e9,
-    "lumina-2": 2.6e9,
-    "z-image": 6e9,
-    "open-sora-2.0": 11e9,
-}
-"""Parameters of the transformers, as their publishers round them; of Wan 2.2 A14B one of the two experts."""
-
 STATE_BYTES_PER_PARAMETER = 16
 """Float32 parameter and gradient, and AdamW's two moments."""
 
@@ -114,10 +89,10 @@ class MemoryModel:
         Raises:
             ConfigurationError: its number of parameters is not known.
         """
-        if name.lower() not in PARAMETERS:
-            raise ConfigurationError(f"the parameters of {name!r} are not known; known: {', '.join(PARAMETERS)}")
+        if not shape.parameters:
+            raise ConfigurationError(f"the number of parameters of {name!r} is not known")
         return cls(
-            parameters=PARAMETERS[name.lower()],
+            parameters=shape.parameters,
             blocks=("double",) * shape.num_layers,
             width=shape.width,
             mlp_width=shape.mlp_width or 4 * shape.width,

@@ -18,6 +18,7 @@ from knapformer.plans.registry import compared_planners
 from knapformer.workloads.workloads import workload
 
 SHARES = (".35", ".5", ".6")
+BOLD_COLUMN = "T/LB median"
 WAN_SHARE = "{share}"
 """In a workload's name: the share of video tokens, which cycles with the seed."""
 
@@ -166,24 +167,34 @@ def _median(values: Iterable[float]) -> float:
     return float(statistics.median(values))
 
 
+COLUMNS: tuple[tuple[str, Callable[[Row], str]], ...] = (
+    ("workload", lambda row: row.workload),
+    ("ranks", lambda row: str(row.num_ranks)),
+    ("heads", lambda row: str(row.num_heads)),
+    ("planner", lambda row: row.planner),
+    (BOLD_COLUMN, lambda row: f"{row.over_lower_bound:.4f}"),
+    ("worst", lambda row: f"{row.worst_over_lower_bound:.4f}"),
+    ("GB per layer", lambda row: f"{row.gbytes:.2f}"),
+    ("splits", lambda row: f"{row.num_split:.0f}"),
+    ("fullest rank", lambda row: f"{row.tokens_over_mean:.2f}"),
+    ("plan ms", lambda row: f"{row.plan_ms:.2f}"),
+)
+"""Of ``planner_table``: title, and how a row is shown."""
+
+
 def planner_table(rows: Iterable[Row]) -> str:
     """The rows as a Markdown table, a planner a line, each workload's best makespan in bold."""
     rows = list(rows)
     best: dict[tuple[str, int, int], float] = {}
     for row in rows:
-        key = (row.workload, row.num_ranks, row.num_heads)
-        best[key] = min(best.get(key, math.inf), row.over_lower_bound)
-    lines = [
-        "| workload | ranks | heads | planner | T/LB median | worst | GB per layer | splits | fullest rank | plan ms |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+        best[_step_of(row)] = min(best.get(_step_of(row), math.inf), row.over_lower_bound)
+    lines = ["| " + " | ".join(title for title, _ in COLUMNS) + " |", "|---" * len(COLUMNS) + "|"]
     for row in rows:
-        ratio = f"{row.over_lower_bound:.4f}"
-        if row.over_lower_bound == best[row.workload, row.num_ranks, row.num_heads]:
-            ratio = f"**{ratio}**"
-        lines.append(
-            f"| {row.workload} | {row.num_ranks} | {row.num_heads} | {row.planner} | {ratio} | "
-            f"{row.worst_over_lower_bound:.4f} | {row.gbytes:.2f} | {row.num_split:.0f} | {row.tokens_over_mean:.2f} | "
-            f"{row.plan_ms:.2f} |"
-        )
+        bold = BOLD_COLUMN if row.over_lower_bound == best[_step_of(row)] else None
+        cells = (f"**{show(row)}**" if title == bold else show(row) for title, show in COLUMNS)
+        lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
+
+
+def _step_of(row: Row) -> tuple[str, int, int]:
+    return row.workload, row.num_ranks, row.num_heads

@@ -101,7 +101,8 @@ def _open_sora() -> list[Comparison]:
     ]
 
 
-_PRESETS = {"knapformer": _knapformer, "zellige": _zellige, "open-sora": _open_sora}
+PRESETS = {"knapformer": _knapformer, "zellige": _zellige, "open-sora": _open_sora}
+"""By name, in the order in which help texts show them."""
 
 
 def comparisons(preset: str) -> list[Comparison]:
@@ -110,9 +111,9 @@ def comparisons(preset: str) -> list[Comparison]:
     Raises:
         ConfigurationError: listing the known presets.
     """
-    if preset not in _PRESETS:
-        raise ConfigurationError(f"unknown preset {preset!r}; known: {', '.join(_PRESETS)}")
-    return _PRESETS[preset]()
+    if preset not in PRESETS:
+        raise ConfigurationError(f"unknown preset {preset!r}; known: {', '.join(PRESETS)}")
+    return PRESETS[preset]()
 
 
 def run_comparison(
