@@ -33,12 +33,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from knapformer import Balancer, CostModel, Lengths, Plan, __version__, make_plan
-from knapformer.balancer import Step
 from knapformer.execution import exchange, transport
 from knapformer.execution.attend import BalancedAttention
 from knapformer.execution.routes import JointRoute, Region, Route, Units
 from knapformer.schedules.attention import attention_schedule
 from knapformer.schedules.tokens import RankTokens, token_exchange
+from knapformer.step import Step
 from knapformer.workloads.workloads import workload
 
 SCALE = 64

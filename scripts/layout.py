@@ -24,6 +24,7 @@ ORDER = (
     *PURE,
     "execution",
     "streams",
+    "step",
     "balancer",
     "models",
     "training",

@@ -17,6 +17,7 @@ from torch.autograd import Function
 
 from knapformer import Balancer, ConfigurationError, CostModel, Lengths, Plan
 from knapformer.execution import exchange
+from knapformer.execution.rows import rows
 from knapformer.models import local_attention
 
 LENGTHS = ([5, 17], [1, 9, 0])
@@ -124,6 +125,36 @@ def inference(rank: int) -> bool:
     with torch.inference_mode():
         z = layers(step, x)
     return not y.requires_grad and torch.equal(y, layers(step, x)) and torch.equal(y, z)
+
+
+def everything(step: Any, x: Tensor, y: Tensor, table: Tensor) -> Tensor:
+    """All that a step keeps: routes of one tensor and of two, conditioning, two attentions, indices, streams."""
+    text, visual = step.streams.split(step.route(x))
+    both = step.streams.merge(text, visual) + step.route(y, y.cos())[1]
+    own = rows(step.route_conditioning(table), step.row_index)
+    first = step.attention(both, both.sin(), both + own)
+    wide = torch.cat([first, first[:, :2]], dim=1)
+    second = step.attention(wide, wide, wide.cos())
+    return step.restore(second[:, :HEADS], second[:, 2:])[0] + table[step.sequence_index[:0]].sum()
+
+
+def first_without_gradients(rank: int) -> bool:
+    """A step that is first used in inference mode, or without gradients, by one model, and then trained with by two."""
+    balancer, total, good = make_balancer(), LENGTHS[rank], []
+    lengths = {"text": [n // 3 for n in total], "visual": [n - n // 3 for n in total]}
+    x, y = tokens(total), tokens(total, seed=1)
+    table = torch.randn(len(total), HEADS, WIDTH, dtype=torch.float64).requires_grad_()
+    fresh = balancer.prepare(lengths)
+    expected = everything(fresh, x, y, table)
+    wanted = torch.autograd.grad(expected.square().sum(), (x, y, table))
+    for mode in (torch.inference_mode, torch.no_grad):
+        step = balancer.prepare(lengths)
+        with mode():
+            everything(step, x, y, table)
+        output = everything(step, x, y, table)
+        found = torch.autograd.grad(output.square().sum(), (x, y, table))
+        good += [torch.equal(a, b) for a, b in zip((output, *found), (expected, *wanted), strict=True)]
+    return all(good) and bool(wanted[2].abs().sum() > 0)
 
 
 def twice(rank: int) -> bool:
@@ -285,6 +316,7 @@ def without_overlap(rank: int) -> bool:
 
 CHECKS: tuple[Callable[[int], bool], ...] = (
     inference,
+    first_without_gradients,
     twice,
     interleaved,
     in_flight,

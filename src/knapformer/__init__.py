@@ -26,8 +26,9 @@ from knapformer.version import __version__
 
 if TYPE_CHECKING:
     from knapformer.adapters.published import SequenceBalancer
-    from knapformer.balancer import Balancer, Step
+    from knapformer.balancer import Balancer
     from knapformer.execution.transport import Meter
+    from knapformer.step import Step
 
 __all__ = [
     "Balancer",
@@ -54,10 +55,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Balancer", "Step"):
-        from knapformer import balancer
+    if name == "Balancer":
+        from knapformer.balancer import Balancer
 
-        return getattr(balancer, name)
+        return Balancer
+    if name == "Step":
+        from knapformer.step import Step
+
+        return Step
     if name == "Meter":
         from knapformer.execution.transport import Meter
 

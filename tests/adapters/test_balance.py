@@ -123,6 +123,18 @@ def test_step_prepared_ahead() -> None:
     assert all(torch.equal(a, b) for a, b in zip(ahead, at_once, strict=True))
 
 
+@pytest.mark.parametrize("name", ["wan", "flux"])
+def test_a_step_for_a_batch_in_another_order(name: str) -> None:
+    """As many rows, of other lengths: attention would be wrong without a word."""
+    model, balancer, arguments = build(name)
+    balance(model, balancer)
+    step = prepare(model, **arguments)
+    turned = {key: list(values)[::-1] if isinstance(values, list) else values for key, values in arguments.items()}
+    with pytest.raises(LengthsError, match="rank 0: the step was prepared for "):
+        model(**turned, step=step)
+    model(**arguments, step=step)
+
+
 BAD_INPUTS = [
     ("flux", {"hidden_states": torch.zeros(2, 16, 4)}, ConfigurationError, "takes a list of per-sample tensors"),
     ("flux", {"encoder_hidden_states": [torch.zeros(3, 10)]}, LengthsError, "lists 1 samples, hidden_states 6"),

@@ -15,13 +15,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from knapformer import CostModel, Lengths, Plan, make_plan
-from knapformer.balancer import Step
 from knapformer.execution.exchange import finish, start
 from knapformer.execution.routes import JointRoute, sum_runs, sum_segments
 from knapformer.execution.transport import Channel, Messages, Waits
 from knapformer.schedules.attention import attention_schedule
 from knapformer.schedules.joint import JointExchange
 from knapformer.schedules.tokens import RankTokens, conditioning_exchange, token_exchange
+from knapformer.step import Step
 
 HEADS, WIDTH = 8, 4
 COST = CostModel(hidden=HEADS * WIDTH, num_heads=HEADS)

@@ -17,9 +17,9 @@ from model_cases import alone, error, mmdit, pack, samples
 from torch import Tensor
 
 from knapformer import Balancer, CostModel
-from knapformer.balancer import Step
 from knapformer.execution.kernels import HALF_DTYPES, choose_kernel, varlen_attention
 from knapformer.parallel import checkpoint
+from knapformer.step import Step
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -224,6 +224,8 @@ def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, ste
         raise
     if step is None:
         step = balancer.prepare(batch.lengths, conditioning=dict(batch.conditioning) or None)
+    else:
+        step.check_lengths(batch.lengths, conditioning=batch.conditioning)
     return batch, step
 
 

@@ -24,7 +24,7 @@ from knapformer.models.presets import PATCH_CHANNELS
 from knapformer.training.losses import flow_matching_pair, reduce_loss, squared_error
 
 if TYPE_CHECKING:
-    from knapformer.balancer import Step
+    from knapformer.step import Step
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -55,18 +55,12 @@ class BalancedAttention:
         self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query], device)
         self.expand_keys = _key_rows(schedule, device)
 
-    @property
-    def num_rows(self) -> int:
-        """Rows that q, k and v have on this rank."""
-        num_rows: int = self.cu_whole[-1] + self.schedule.queries.num_in // self.num_heads
-        return num_rows
-
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """Attend. Every rank of the group calls it for every layer: two all-to-alls, unless no sequence is split.
 
         Args:
             q: (T, H, D) packed rows of this rank.
-            k, v: (T, Hkv, D), of the dtype of q on every rank.
+            k, v: (T, Hkv, D), of the dtype of q on every rank; see ``check_heads``.
             scale: of the scores; None means 1/√D.
             causal: a query sees keys up to its own position.
 
@@ -74,13 +68,8 @@ class BalancedAttention:
             (T, H, D).
 
         Raises:
-            LengthsError: the rows are not those of the plan.
             ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
         """
-        if q.shape[0] != self.num_rows:
-            raise LengthsError(
-                f"rank {self.channel.rank}: the plan gives it {self.num_rows} tokens, q has {q.shape[0]}"
-            )
         if self.schedule.is_local:
             return self._whole((q, k, v), scale, causal)
         if causal and self.schedule.has_query_tiles:
@@ -130,6 +119,34 @@ class BalancedAttention:
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
         cu_q, cu_k = self.cu_queries, self.cu_keys
         return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self._kernel(q)).squeeze(1)
+
+
+def check_heads(q: Tensor, k: Tensor, v: Tensor, num_rows: int, rank: int) -> None:
+    """Everything about q (T, H, D), k and v (T, Hkv, D) that one rank can see by itself.
+
+    Args:
+        num_rows: T.
+        rank: this rank, for the error.
+
+    Raises:
+        LengthsError: other rows than the plan gives to this rank.
+        ConfigurationError: not three dimensions, another head width, dtype or device than that of q, other heads of v
+            than of k, or heads of q that are no multiple of those of k.
+    """
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 3:
+            raise ConfigurationError(f"rank {rank}: expected {name} (rows, heads, width), got shape {tuple(x.shape)}")
+        if x.shape[0] != num_rows:
+            raise LengthsError(f"rank {rank}: the plan gives it {num_rows} tokens, {name} has {x.shape[0]}")
+        if (x.shape[2], x.dtype, x.device) != (q.shape[2], q.dtype, q.device):
+            raise ConfigurationError(
+                f"rank {rank}: q has heads of width {q.shape[2]}, {q.dtype} on {q.device}; expected the same of "
+                f"{name}, got width {x.shape[2]}, {x.dtype} on {x.device}"
+            )
+    if v.shape[1] != k.shape[1]:
+        raise ConfigurationError(f"rank {rank}: k has {k.shape[1]} heads, expected as many of v, got {v.shape[1]}")
+    if not k.shape[1] or q.shape[1] % k.shape[1]:
+        raise ConfigurationError(f"rank {rank}: q has {q.shape[1]} heads, expected a multiple of k's {k.shape[1]}")
 
 
 def as_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:

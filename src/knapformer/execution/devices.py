@@ -14,8 +14,13 @@ def to_device(values: np.ndarray[Any, Any] | Tensor, device: torch.device | str)
 
     From memory that is not pinned the copy would begin only after all of that, an exchange with a slow rank included.
     """
-    with torch.inference_mode(False):  # what is born in inference mode could not be saved for a backward pass
+    with outliving():
         return _copied(values, torch.device(device))
+
+
+def outliving() -> torch.inference_mode:
+    """Under it tensors are made that may be kept: what is born in inference mode can't be saved for a backward pass."""
+    return torch.inference_mode(False)
 
 
 def _copied(values: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
