@@ -34,10 +34,10 @@ class BlockMemory:
 
 
 BLOCKS: dict[tuple[str, Recompute], BlockMemory] = {
-    ("double", "none"): BlockMemory((22.16, 2.0), (4.65, 0.0)),
-    ("single", "none"): BlockMemory((15.13, 2.0), (3.65, 0.25)),
-    ("double", "block"): BlockMemory((1.0, 0.0), (23.8, 2.74)),
-    ("single", "block"): BlockMemory((1.0, 0.0), (16.7, 3.0)),
+    ("double", "none"): BlockMemory((18.12, 2.0), (4.76, 0.0)),
+    ("single", "none"): BlockMemory((13.11, 2.0), (3.5, 0.6)),
+    ("double", "block"): BlockMemory((1.0, 0.0), (24.1, 2.1)),
+    ("single", "block"): BlockMemory((1.0, 0.0), (15.5, 3.0)),
 }
 
 BLOCK_WEIGHTS = {"double": 36, "single": 15}
