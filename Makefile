@@ -1,6 +1,7 @@
 # make demo    train with and without balancing, and compare
 # make test    all tests
 # make soak    ten minutes of random balanced steps against unbalanced ones
+# make trust   docs/trust.md, from the newest results in benchmarks/
 # make check   formatting, lint, types
 # make bench   planning time and routing, as JSON
 
@@ -13,7 +14,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp c
 # One thread per process: ranks share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test soak check bench clean
+.PHONY: demo test soak trust check bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/knapformer demo
@@ -23,6 +24,9 @@ test: $(INSTALLED)
 
 soak: $(INSTALLED)
 	$(BIN)/python scripts/soak.py
+
+trust: $(INSTALLED)
+	$(BIN)/python scripts/trust.py --write
 
 check: $(INSTALLED)
 	$(BIN)/ruff format --check .

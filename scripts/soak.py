@@ -46,7 +46,9 @@ def main(
     show(found)
     if json_file:
         command = f"python scripts/soak.py --seconds {seconds:g} --seed {seed} --ranks {ranks}"
-        json_file.write_text(json.dumps(as_json(found, command), indent=1) + "\n")
+        json_file.write_text(
+            json.dumps(as_json(found, command, {**soak.TOLERANCE, "factor": soak.FACTOR}), indent=1) + "\n"
+        )
     raise typer.Exit(bool(found.failures))
 
 
@@ -80,7 +82,7 @@ def replay_one(seed: int, timeout: float) -> int:
     return int(bool(found.failures) or not all(j.is_right for j in judged))
 
 
-def as_json(found: Any, command: str) -> dict[str, Any]:
+def as_json(found: Any, command: str, allowed: dict[str, float]) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
         "command": command,
@@ -88,6 +90,7 @@ def as_json(found: Any, command: str) -> dict[str, Any]:
         "machine": f"{platform.machine()} CPU, {torch.get_num_threads()} thread per rank, gloo",
         "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
         "cases": found.num_cases,
+        "allowed": allowed,
         **asdict(found),
     }
 
