@@ -12,7 +12,8 @@ MAX_RANKS = 8
 PRECISIONS = {"float64": 8, "float32": 4, "bfloat16": 3, "float16": 2, "autocast": 3}
 """How often each is drawn. ``autocast`` has parameters in float32 and computes in bfloat16."""
 
-PLANS = (*PLANNERS, *["random"] * 4, "apart")
+PLANS = (*(p.name for p in PLANNERS.values() if p.package is None), *["random"] * 4, "apart")
+"""Planners that need no further package, plans that put anything anywhere, and tokens apart from heads."""
 
 ORDERS = ("in turn", "in turn", "alive", "alive, last first", "one loss", "interleaved", "micro-batches")
 """What becomes of several steps: forward and backward one after another; all forward passes before the backward passes,
