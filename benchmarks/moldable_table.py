@@ -29,7 +29,7 @@ from typing import Any
 from knapformer import CostModel, Plan, __version__, evaluate, make_plan
 from knapformer.workloads.workloads import workload
 
-JUDGE = Path(__file__).parents[1] / "tests" / "pure" / "judge_plan.py"
+JUDGE = Path(__file__).parents[1] / "tests" / "support" / "judge_plan.py"
 FLUX, WAN = CostModel(), CostModel(hidden=1536, num_heads=12)
 SHARES = (".35", ".5", ".6")
 

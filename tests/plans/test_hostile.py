@@ -43,6 +43,8 @@ CASES: dict[str, tuple[type[KnapFormerError], Callable[[], Any]]] = {
     "slow device": (ConfigurationError, lambda: planned(CostModel(flops_per_s=1e-99))),
     "communication": (ConfigurationError, lambda: planned(CostModel(machine=Machine(communication_scale=1e90)))),
     "links": (ConfigurationError, lambda: planned(CostModel(machine=Machine(inter_node_bytes_per_s=1e-90)))),
+    "latency": (ConfigurationError, lambda: planned(CostModel(machine=Machine(latency_s=1e99)))),
+    "negative latency": (ConfigurationError, lambda: Machine(latency_s=-1e-6)),
     "speeds": (ConfigurationError, lambda: planned(CostModel(machine=Machine(speeds=(1e-90, 1e90, 1, 1))))),
     "pairs": (ConfigurationError, lambda: planned(CostModel(attention_flops_per_pair=1e99))),
     "hidden": (ConfigurationError, lambda: CostModel(hidden=1e200)),  # type: ignore[arg-type]

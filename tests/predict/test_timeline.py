@@ -24,11 +24,15 @@ def plan_of(name: str, planner: str, topology: str | None = None, cost: CostMode
     return make_plan(workload(name), planner=planner, topology=topology, cost=cost, max_tokens_per_rank=None)
 
 
+@pytest.mark.parametrize("latency_s", [0.0, 1e-4])
 @pytest.mark.parametrize("name", ["mixres", "joint", "wan:32:40000:0.5"])
 @pytest.mark.parametrize(("planner", "topology"), SPECS)
-def test_traffic_and_seconds_are_the_evaluators(name: str, planner: str, topology: str | None) -> None:
+def test_traffic_and_seconds_are_the_evaluators(
+    name: str, planner: str, topology: str | None, latency_s: float
+) -> None:
+    cost = COST.with_machine(latency_s=latency_s)
     plan = plan_of(name, planner, topology)
-    found, expected = traffic(plan, COST), evaluate(plan, COST)
+    found, expected = traffic(plan, cost), evaluate(plan, cost)
     assert found.bytes == pytest.approx(expected.bytes, rel=1e-9)
     scale = COST.machine.communication_scale
     np.testing.assert_allclose(scale * (found.before_s + found.after_s), expected.rank_communication_s, rtol=1e-9)

@@ -78,7 +78,10 @@ def calibrate_links(cost: CostModel | None) -> dict[str, Any] | None:
     if group.rank != 0:
         return None
     fastest, slowest = links.get("intra_node"), links.get("inter_node")
-    changes: dict[str, Any] = {"ranks_per_node": int(os.environ["LOCAL_WORLD_SIZE"])}
+    changes: dict[str, Any] = {
+        "ranks_per_node": int(os.environ["LOCAL_WORLD_SIZE"]),
+        "latency_s": max(link.latency_s for link in links.values()),
+    }
     if fastest is not None:
         changes["intra_node_bytes_per_s"] = fastest.bytes_per_s
     if slowest is not None:

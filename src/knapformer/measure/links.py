@@ -1,13 +1,15 @@
-"""Measure the links: latency and bandwidth of an all-to-all inside nodes and between them."""
+"""Measure the links inside nodes and between them: latency and bandwidth, from all-to-alls of several sizes."""
 
 from __future__ import annotations
 
 import os
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,7 +17,9 @@ from knapformer.errors import ConfigurationError
 from knapformer.execution.groups import BalancingGroup, gather_values, subgroup, wait_for_all
 from knapformer.execution.transport import Messages, send_and_receive
 
-SMALL_BYTES, LARGE_BYTES = 1_024, 16_000_000
+SENT_BYTES = (1_024, 64_000, 512_000, 2_000_000, 8_000_000, 32_000_000)
+"""Of a rank, to all its peers together."""
+
 PROBES, WARM_UP = 12, 2
 
 
@@ -25,24 +29,31 @@ class Link:
 
     Attributes:
         num_ranks: that exchanged, in each of the groups that did so at once.
-        latency_s: of a small one.
-        bytes_per_s: that a rank sends in a large one, latency excluded.
+        latency_s: once for each peer of a rank: α of the α-β model (given/cost.py, ``Machine.latency_s``).
+        bytes_per_s: that a rank sends, latency excluded: 1/β.
+        mape: mean absolute percentage error of the fit, as a fraction.
+        samples: (bytes that a rank sent, median seconds) that it was fitted to.
     """
 
     num_ranks: int
     latency_s: float
     bytes_per_s: float
+    mape: float
+    samples: tuple[tuple[int, float], ...]
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def measure_links(group: BalancingGroup, ranks_per_node: int | None = None) -> dict[str, Link]:
+def measure_links(
+    group: BalancingGroup, ranks_per_node: int | None = None, sent_bytes: Sequence[int] = SENT_BYTES
+) -> dict[str, Link]:
     """``intra_node`` and, on several nodes, ``inter_node``. Every rank of ``group`` calls it; all get the same.
 
     Args:
         group: ranks, node after node.
         ranks_per_node: by default what torchrun says.
+        sent_bytes: of a rank to all its peers together, one measurement each.
 
     Raises:
         ConfigurationError: there is one rank only, or nodes do not divide the ranks.
@@ -54,17 +65,17 @@ def measure_links(group: BalancingGroup, ranks_per_node: int | None = None) -> d
         raise ConfigurationError(f"{group.size} ranks are not a multiple of {per_node} ranks per node")
     nodes = [list(range(first, first + per_node)) for first in range(0, group.size, per_node)]
     kinds = {"intra_node": nodes, "inter_node": [list(column) for column in zip(*nodes, strict=True)]}
-    return {name: _measure(group, members) for name, members in kinds.items() if len(members[0]) > 1}
+    return {name: _measure(group, members, sent_bytes) for name, members in kinds.items() if len(members[0]) > 1}
 
 
-def _measure(group: BalancingGroup, groups: list[list[int]]) -> Link:
+def _measure(group: BalancingGroup, groups: list[list[int]], sent_bytes: Sequence[int]) -> Link:
     """All groups exchange at once, as they would in a step."""
     assert group.data is not None
     own, size = subgroup(group.data, groups), len(groups[0])
-    times = {}
-    for num_bytes in (SMALL_BYTES, LARGE_BYTES):
-        peers = [rank for rank in range(size) if rank != dist.get_rank(own)]
-        messages = Messages(peers, *[[num_bytes // size] * len(peers)] * 2)
+    peers = [rank for rank in range(size) if rank != dist.get_rank(own)]
+    samples = []
+    for num_bytes in sent_bytes:
+        messages = Messages(peers, *[[num_bytes // len(peers)] * len(peers)] * 2)
         sent = torch.ones(sum(messages.bytes_to), dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
         seconds = []
@@ -77,6 +88,27 @@ def _measure(group: BalancingGroup, groups: list[list[int]]) -> Link:
                 torch.cuda.synchronize()
             seconds.append(time.perf_counter() - began)
         everyones = gather_values(group, seconds[WARM_UP:])
-        times[num_bytes] = statistics.median(t for rank in everyones for t in rank)
-    moved = LARGE_BYTES * (size - 1) / size
-    return Link(size, times[SMALL_BYTES], moved / max(times[LARGE_BYTES] - times[SMALL_BYTES], 1e-9))
+        samples.append((len(sent), statistics.median(t for rank in everyones for t in rank)))
+    return fit_link(size, samples)
+
+
+def fit_link(num_ranks: int, samples: Sequence[tuple[int, float]]) -> Link:
+    """``seconds = latency_s · peers + bytes / bytes_per_s`` by non-negative least squares on relative errors.
+
+    Args:
+        num_ranks: that exchange; each has one peer less.
+        samples: (bytes that a rank sends to all peers together, seconds).
+
+    Raises:
+        ConfigurationError: seconds do not grow with the bytes.
+    """
+    sent, seconds = (np.asarray(column, np.float64) for column in zip(*samples, strict=True))
+    terms = np.stack([np.full(len(sent), num_ranks - 1.0), sent], axis=1) / seconds[:, None]
+    scale = terms.max(axis=0)
+    latency_s, s_per_byte = np.linalg.lstsq(terms / scale, np.ones(len(sent)), rcond=None)[0] / scale
+    if latency_s < 0:  # the optimum without it
+        latency_s, s_per_byte = 0.0, terms[:, 1].sum() / (terms[:, 1] ** 2).sum()
+    if s_per_byte <= 0:
+        raise ConfigurationError(f"an exchange must take longer with more bytes, got (bytes, seconds) {list(samples)}")
+    mape = float(np.abs(terms @ [latency_s, s_per_byte] - 1.0).mean())
+    return Link(num_ranks, float(latency_s), float(1.0 / s_per_byte), mape, tuple(samples))

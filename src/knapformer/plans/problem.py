@@ -129,9 +129,10 @@ def _check_magnitude(tokens: IntArray, speeds: npt.NDArray[np.float64], cost: Co
     with np.errstate(over="ignore"):
         work_s = float(cost.work_s(tokens).sum() / speeds.min())
         sent_bytes = 4.0 * float(tokens.sum()) * cost.num_heads * cost.bytes_per_head_token
+        waited_s = 2.0 * len(speeds) * cost.machine.latency_s
     for what, seconds in (
         ("computing", work_s),
-        ("sending", cost.machine.communication_scale * sent_bytes / slowest_link),
+        ("sending", cost.machine.communication_scale * (sent_bytes / slowest_link + waited_s)),
     ):
         if not seconds <= MAX_STEP_S:
             raise ConfigurationError(

@@ -21,7 +21,8 @@ class Traffic:
     """One layer's forward exchanges, unscaled. Key and value heads count as many as query heads, as in ``evaluate``.
 
     Attributes:
-        before_s, after_s: (N,) seconds of each rank's links for q, k and v, and for the output.
+        before_s, after_s: (N,) seconds of each rank's links for q, k and v, and for the output: its bytes, and the
+            machine's latency for each of its peers.
         bytes: of all ranks, both exchanges.
         left, right: ranks of every pair that exchanges anything, both ways round, and each with itself; ascending.
     """
@@ -123,7 +124,7 @@ def _crossing(segments: IntArray, tiles: IntArray, num_sequences: int) -> tuple[
 
 
 def _link_s(flows: _Flows, cost: CostModel, num_ranks: int) -> FloatArray:
-    """(N,) seconds: the larger direction inside nodes, and the larger direction between them."""
+    """(N,) seconds: the larger direction inside nodes, the larger one between them, and the latency of each peer."""
     machine = cost.machine
     node = machine.rank_nodes(num_ranks)
     near = node[flows.source] == node[flows.target]
@@ -133,4 +134,10 @@ def _link_s(flows: _Flows, cost: CostModel, num_ranks: int) -> FloatArray:
             np.bincount(ends[mask], flows.bytes[mask], minlength=num_ranks) for ends in (flows.source, flows.target)
         )
         seconds += np.maximum(out, into) / bandwidth
-    return seconds
+    return seconds + machine.latency_s * _num_peers(flows, num_ranks)
+
+
+def _num_peers(flows: _Flows, num_ranks: int) -> IntArray:
+    """(N,) ranks that each rank sends to or receives from, each counted once."""
+    pairs = np.concatenate([flows.source * num_ranks + flows.target, flows.target * num_ranks + flows.source])
+    return np.bincount(np.unique(pairs) // num_ranks, minlength=num_ranks)
