@@ -139,8 +139,10 @@ def test_a_plan_shares_no_memory_with_its_maker():
     ranks[:] = 10**6
     assert other == plan
     tokens = np.array([3, 4])
-    Lengths(tokens, np.array([0, 2]))
-    tokens[0] = 5  # still the caller's own
+    offsets = np.array([0, 2])
+    lengths = Lengths(tokens, offsets, (("text", tokens),))
+    tokens[0], offsets[1] = 5, 1
+    assert lengths.to_lists() == [[3, 4]] and lengths.streams[0][1].tolist() == [3, 4]
 
 
 def lognormal(num_ranks: int, per_rank: int) -> list[list[int]]:

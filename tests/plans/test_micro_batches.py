@@ -83,6 +83,23 @@ def test_what_cannot_fit_says_by_how_much() -> None:
         split_micro_batches(lengths, 0, COST)
 
 
+def test_a_cap_that_the_step_just_fills_holds_it() -> None:
+    parts = split_micro_batches(Lengths.from_ranks([[100, 60], [40]]), 2, COST, 50)
+    assert [part.lengths.num_tokens for part in parts] == [100, 100]
+
+
+def test_the_automatic_cap_binds_where_attention_outweighs_tokens() -> None:
+    """A video works as long as 150 images, but has a quarter of their tokens: some images join it."""
+    lengths = Lengths.from_ranks([[8000], [200] * 150])
+    heavy = CostModel(gamma=50.0)
+    assert heavy.work_s([8000]) > 150 * heavy.work_s([200])
+    tokens = [part.lengths.num_tokens for part in split_micro_batches(lengths, 2, heavy)]
+    assert sum(tokens) == 38_000
+    assert 28_500 - 200 < max(tokens) <= 28_500
+    over = [part.lengths.num_tokens for part in split_micro_batches(Lengths.from_ranks([[90], [1]]), 3, COST)]
+    assert sorted(over) == [0, 1, 90], "a sequence over the automatic cap still runs"
+
+
 def test_joining_needs_equal_streams() -> None:
     one = {"text": np.asarray([1]), "visual": np.asarray([2])}
     assert {k: v.tolist() for k, v in join_local([one, one]).items()} == {"text": [1, 1], "visual": [2, 2]}

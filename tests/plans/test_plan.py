@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
 from plan_cases import random_plan, random_ranks
 
 from knapformer.errors import ConfigurationError, PlanError
+from knapformer.given.lengths import Lengths
 from knapformer.plans.plan import Plan
 from knapformer.plans.text import format_plan, parse_plan
 
@@ -37,6 +39,22 @@ def test_digest_tells_plans_apart():
     assert replace(plan, segment_rank=moved) != plan
     assert replace(plan, planner="other") != plan
     assert len({plan, example()}) == 1
+
+
+@pytest.mark.parametrize("name", [f.name for f in fields(Plan)])
+def test_digest_has_every_part_of_a_plan(name):
+    """Also what no legal plan could have: ranks compare digests before anything else."""
+    plan = replace(example(), max_tokens_per_rank=(50, 50, 50))
+    value = getattr(plan, name)
+    if isinstance(value, np.ndarray):
+        changed = value.copy()
+        changed[-1] += 1
+    else:
+        changed = {int: lambda: value + 1, str: lambda: value + "!", tuple: lambda: (50, 50, 51)}[type(value)]()
+    other = copy.copy(plan)
+    object.__setattr__(other, name, changed)
+    assert copy.copy(plan) == plan
+    assert other != plan and hash(other) != hash(plan)
 
 
 def test_is_frozen():
@@ -92,6 +110,44 @@ def test_refuses_what_does_not_fit_its_sequences_and_ranks():
         replace(plan, max_tokens_per_rank=(99, 99))
 
 
+def test_refuses_heads_and_homes_that_no_step_has():
+    plan = example()
+    with pytest.raises(PlanError, match="5 heads, 2 key-value heads"):
+        replace(plan, num_kv_heads=2)
+    assert plan.homes.tolist() == [0, 0, 0, 2, 2]
+    for homes in ([0, 0, 2, 0, 2], [0, 0, 0, 2, 3], [-1, 0, 0, 2, 2]):
+        with pytest.raises(PlanError, match=r"home ranks must rise within 0\.\.2"):
+            replace(plan, homes=np.asarray(homes, np.int32))
+
+
+@pytest.mark.parametrize("kind", ["segment", "tile"])
+def test_refuses_ranks_before_the_first(kind):
+    plan = example()
+    ranks = getattr(plan, f"{kind}_rank").copy()
+    ranks[1] = -1
+    with pytest.raises(PlanError, match=f"{kind} on rank -1, but the plan has 3 ranks"):
+        replace(plan, **{f"{kind}_rank": ranks})
+
+
+def test_places_these_lengths_on_these_ranks_and_no_others():
+    plan, rows = example(), [[7, 0, 12], [], [1, 30]]
+    assert plan.places(Lengths.from_ranks(rows))
+    for others in ([[7, 0], [12], [1, 30]], [[7, 0, 12], [], [1, 30], []], [[7, 0, 12], [], [1, 31]]):
+        assert not plan.places(Lengths.from_ranks(others)), others
+
+
+def test_sequences_of_a_file_go_by_their_ids():
+    plan = example()
+    content = plan.to_dict()
+    content["sequences"] = content["sequences"][::-1]
+    assert Plan.from_dict(content) == plan
+    for ids in ([4, 3, 2, 1, 1], [5, 4, 3, 2, 1], [0, 0, 2, 3, 4]):
+        for sequence, i in zip(content["sequences"], ids, strict=True):
+            sequence["id"] = i
+        with pytest.raises(PlanError, match=r"sequence ids must be 0\.\.4, each once"):
+            Plan.from_dict(content)
+
+
 def test_files_that_are_no_plans(tmp_path):
     with pytest.raises(ConfigurationError, match=r"knapformer\.plan/1"):
         Plan.from_dict({"schema": "other"})
@@ -117,3 +173,24 @@ def test_other_head_counts():
         assert other.num_heads == heads
         assert np.array_equal(other.segment_rank, plan.segment_rank)
     assert plan.with_heads(12) is plan
+
+
+def test_tiles_keep_their_share_of_other_heads():
+    """Rounded to whole heads, halves up; a tile without a head is left out, and its queries with it."""
+    tiles = [(0, 0, 5, 0, 9), (1, 5, 12, 0, 4), (0, 5, 12, 4, 9)]
+    plan = Plan.from_placements(
+        lengths=[9],
+        homes=[0],
+        segments=[[(0, 0, 9)]],
+        tiles=[tiles],
+        world_size=2,
+        num_heads=12,
+        num_kv_heads=6,
+        planner="",
+    )
+    for heads, border in ((40, 17), (5, 2), (6, 3), (2, 1), (1, 0)):
+        other = plan.with_heads(heads)
+        expected = [(0, 0, border, 0, 9), (1, border, heads, 0, 4), (0, border, heads, 4, 9)]
+        assert [tuple(tile) for tile in other.placement(0).tiles] == [t for t in expected if t[2] > t[1]]
+        assert other.num_kv_heads == heads
+    assert plan.with_heads(12, 3).num_kv_heads == 3

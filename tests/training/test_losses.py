@@ -100,6 +100,16 @@ def test_wrong_arguments():
         reduce_loss(losses, reduction="sample_mean", num_samples=4, world_size=1)
     with pytest.raises(LengthsError, match="sum to 3 tokens, got 4 losses"):
         reduce_loss(losses, reduction="sample_mean", lengths=[1, 2], num_samples=4, world_size=1)
+    with pytest.raises(LengthsError, match="sum to 5 tokens, got 4 losses"):
+        reduce_loss(losses, reduction="sample_mean", lengths=[1, 4], num_samples=4, world_size=1)
+    with pytest.raises(ConfigurationError, match="sample_mean needs num_samples, an integer of at least 2, got 1"):
+        reduce_loss(losses, reduction="sample_mean", lengths=[1, 3], num_samples=1, world_size=1)
+    for world_size in (0, -1, True, 2.0):
+        with pytest.raises(ConfigurationError, match=f"needs world_size, an integer of at least 1, got {world_size}"):
+            reduce_loss(losses, reduction="token_mean", num_tokens=4, world_size=world_size)
+    for count in (True, 4.0, "4"):
+        with pytest.raises(ConfigurationError, match=f"needs num_tokens, an integer of at least 4, got {count!r}"):
+            reduce_loss(losses, reduction="token_mean", num_tokens=count, world_size=1)
     with pytest.raises(ValueError, match=r"\(T,\), got \(4, 1\)"):
         reduce_loss(losses[:, None], reduction="rank_mean")
 

@@ -1,0 +1,83 @@
+"""What lengths cost, by hand, and what a fit of measurements may not give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from knapformer.errors import ConfigurationError
+from knapformer.given.cost import CostModel, Machine, PackSample, fit
+from knapformer.plans.planners import evaluate, make_plan
+
+
+def test_attention_of_a_window_grows_with_the_length_only():
+    whole = CostModel(hidden=64, num_heads=4, gamma=0.5, flops_per_s=1e6)
+    window = CostModel(hidden=64, num_heads=4, gamma=0.5, flops_per_s=1e6, attention_span_tokens=100)
+    pair_s = 0.5 * 4 * 64 / 1e6
+    lengths = [0, 50, 100, 1000]
+    assert np.allclose(whole.attention_s(lengths), [pair_s * n * n for n in lengths], rtol=1e-12)
+    assert np.allclose(window.attention_s(lengths), [pair_s * n * min(n, 100) for n in lengths], rtol=1e-12)
+    linear_s = 24 * 64**2 / 1e6
+    assert np.allclose(window.work_s(lengths), window.attention_s(lengths) + [linear_s * n for n in lengths])
+
+
+def test_plans_are_made_and_priced_with_the_window():
+    rows = [[40_000, 100], [], [], []]
+    window = CostModel(attention_span_tokens=64)
+    plan = make_plan(rows, planner="home", cost=window)
+    assert evaluate(plan, window).rank_attention_s[0] == pytest.approx(float(window.attention_s([40_000, 100]).sum()))
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_exchanged_bytes_are_those_of_the_elements(size):
+    cost = CostModel(hidden=96, num_heads=6, machine=Machine(bytes_per_element=size))
+    assert cost.bytes_per_head_token == 16 * size
+    plan = make_plan([[600], [0]], planner="ulysses", cost=cost)
+    # Half of the rows times half of the heads, q, k, v and the output, in both directions.
+    assert evaluate(plan, cost).bytes == 2 * 4 * 300 * 3 * 16 * size
+
+
+def test_a_cost_file_without_gamma_has_attention_at_the_speed_of_the_rest():
+    assert CostModel.from_dict({"hidden": 64, "num_heads": 4}).gamma == 1.0
+    assert CostModel.from_dict({"hidden": 64, "num_heads": 4, "gamma": 0.25}).gamma == 0.25
+
+
+def packs(t0_s: float, s_per_token: float, s_per_pair: float) -> list[PackSample]:
+    lengths = [(100,), (100, 100), (400,), (400, 300, 50), (1000,), (500, 500), (1600,), (800,) * 3]
+    return [PackSample(n, t0_s + s_per_token * sum(n) + s_per_pair * sum(x * x for x in n)) for n in lengths]
+
+
+def test_a_fit_finds_the_formula():
+    found = fit(packs(1e-3, 2e-6, 3e-9))
+    assert (found.t0_s, found.s_per_token, found.s_per_pair) == pytest.approx((1e-3, 2e-6, 3e-9))
+    assert found.r2 == pytest.approx(1) and found.mape < 1e-9
+    assert found.predict_s([10, 20]) == pytest.approx(1e-3 + 2e-6 * 30 + 3e-9 * 500)
+    assert found.mape_on([PackSample((10, 20), 2 * found.predict_s([10, 20]))]) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("term", range(3))
+def test_no_term_of_a_fit_is_negative(term):
+    """Times that only a negative term would give exactly: it becomes 0, and the others are refitted."""
+    exact = [1e-3, 2e-6, 3e-9]
+    exact[term] *= -0.1
+    samples = packs(*exact)
+    assert all(sample.seconds > 0 for sample in samples)
+    found = fit(samples)
+    terms = [found.t0_s, found.s_per_token, found.s_per_pair]
+    assert terms[term] == 0.0 and min(terms) >= 0 and max(terms) > 0
+    assert found.mape > 1e-4
+
+    def error(candidate: np.ndarray) -> float:
+        rows = [(1, sum(s.lengths_tokens), sum(n * n for n in s.lengths_tokens)) for s in samples]
+        return float(((np.asarray(rows) @ candidate / [s.seconds for s in samples] - 1) ** 2).sum())
+
+    rng = np.random.default_rng(0)
+    for _ in range(200):  # nearby sums of squares are no smaller
+        step = np.asarray(terms) * rng.uniform(0.98, 1.02, 3)
+        step[term] = abs(exact[term]) * rng.uniform(0, 0.05)
+        assert error(step) >= error(np.asarray(terms)) * (1 - 1e-12)
+
+
+def test_a_fit_needs_four_packs():
+    with pytest.raises(ConfigurationError, match="at least four samples, got 3"):
+        fit(packs(1e-3, 2e-6, 3e-9)[:3])
