@@ -7,6 +7,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 from recipes import RECIPES, ROOT, recipe
@@ -21,12 +22,31 @@ from knapformer.predict.simulate import Setting, simulate
 from knapformer.report import page
 
 PLANNER = recipe("Add a planner")
-MAIN = "import sys; from knapformer.cli import main; sys.exit(main(sys.argv[1:]))"
+WORKLOAD = recipe("Add a workload")
+COMMANDS = """
+import contextlib, io, json, sys
+from knapformer.cli import main
+
+answers = []
+for arguments in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
+        answers.append(main(arguments))
+    answers[-1] = [answers[-1], " ".join(said.getvalue().split())]
+print(json.dumps(answers))
+"""
 
 
 def run(code: str, *arguments: str) -> tuple[int, str]:
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     return done.returncode, " ".join((done.stdout + done.stderr).split())
+
+
+def answers(code: str, commands: Sequence[Sequence[str]]) -> list[tuple[int, str]]:
+    """Exit codes and outputs of commands, in one process in which ``code`` ran before."""
+    exit_code, said = run(code + COMMANDS, json.dumps(commands))
+    assert exit_code == 0, said
+    return [(code, text) for code, text in json.loads(said)]
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +56,7 @@ def lengths(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(file)
 
 
-COMMANDS = [
+IN_COMMANDS = [
     (["list"], 0, "evens"),
     (["plan", "--help"], 0, "evens"),
     (["plan", "LENGTHS", "--planner", "evens"], 0, "plan evens"),
@@ -54,16 +74,41 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "code", "word"), COMMANDS)
-def test_a_planner_that_is_registered_is_in_every_command(lengths, arguments, code, word):
-    given = [lengths if argument == "LENGTHS" else argument for argument in arguments]
-    found, said = run(PLANNER + MAIN, *given)
-    assert found == code and word in said
+def test_a_planner_that_is_registered_is_in_every_command(lengths):
+    commands = [[lengths if word == "LENGTHS" else word for word in words] for words, _, _ in IN_COMMANDS]
+    for (words, code, word), (found, said) in zip(IN_COMMANDS, answers(PLANNER, commands), strict=True):
+        assert found == code and word in said, (words, said)
 
 
-def test_a_planner_that_is_not_registered_is_in_none(lengths):
-    assert "evens" not in run(MAIN, "list")[1]
-    assert "unknown planner 'evens'" in run(MAIN, "plan", lengths, "--planner", "evens")[1]
+WORKLOADS = [
+    (["list"], 0, "twins:RANKS:LENGTH wan2.1-14b"),
+    (["workload", "--help"], 0, "twins:RANKS:LENGTH"),
+    (["simulate", "--help"], 0, "twins:RANKS:LENGTH"),
+    (["workload", "twins:2:700"], 0, '{"lengths": [[700, 700], [700, 700]]}'),
+    (["workload", "twins:2"], 2, "workload 'twins:2' is not of the form twins:RANKS:LENGTH"),
+    (["workload", "twins:2:0"], 2, "workload 'twins:2:0' is not of the form twins:RANKS:LENGTH"),
+    (["workload", "twins:2:3:4"], 2, "is not of the form twins:RANKS:LENGTH"),
+    (["workload", "twins:999999:3"], 2, "would have 999,999 ranks, at most 65,536"),
+    (["workload", "twins:2:700", "--ranks", "3"], 2, "is for 2 ranks, got 3"),
+    (["workload", "triplets:2"], 2, "twins:RANKS:LENGTH"),
+    (["simulate", "--workload", "twins:2:700", "--planners", "home", "--steps", "1", "--json"], 0, '"num_ranks": 2'),
+]
+
+
+def test_a_workload_that_is_registered_is_in_every_command():
+    for (words, code, word), (found, said) in zip(
+        WORKLOADS, answers(WORKLOAD, [words for words, _, _ in WORKLOADS]), strict=True
+    ):
+        assert found == code and word in said, (words, said)
+
+
+def test_what_is_not_registered_is_in_no_command(lengths):
+    known, planner, workload = answers(
+        "", [["list"], ["plan", lengths, "--planner", "evens"], ["workload", "twins:2:3"]]
+    )
+    assert "evens" not in known[1] and "twins" not in known[1]
+    assert planner[0] == 2 and "unknown planner 'evens'" in planner[1]
+    assert workload[0] == 2 and "'twins:2:3' is neither a workload" in workload[1]
 
 
 def test_a_planner_that_is_registered_can_be_used_by_name():
@@ -77,6 +122,9 @@ def test_a_planner_that_is_registered_can_be_used_by_name():
 
 def test_a_name_is_registered_once_and_fits_a_command_line():
     assert "there is a planner 'evens' already" in run(PLANNER + PLANNER)[1]
+    assert "there is a workload 'twins' already" in run(WORKLOAD + WORKLOAD)[1]
+    assert "no spaces or commas, got 'twins, RANKS:LENGTH'" in run(WORKLOAD.replace("twins:RANKS", "twins, RANKS"))[1]
+    assert "unknown model 'wan9'" in run(WORKLOAD.replace("wan2.1-14b", "wan9"))[1]
     assert "no spaces, colons or commas, got 'e:v'" in run(PLANNER.replace('"evens", summary', '"e:v", summary'))[1]
 
 

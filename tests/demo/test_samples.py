@@ -23,7 +23,7 @@ from knapformer.demo.samples import (
     position_ids,
     text_embeddings,
 )
-from knapformer.workloads.workloads import parse_codes
+from knapformer.workloads.codes import parse_codes
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from knapformer.demo.config import DEMO_CODES, TrainConfig, default_planners
 from knapformer.errors import ConfigurationError
 from knapformer.models.presets import cost_template, make_config
 from knapformer.plans.registry import PlannerSpec
-from knapformer.workloads.workloads import parse_codes
+from knapformer.workloads.codes import parse_codes
 
 
 @pytest.mark.parametrize("text", ["home", "whole", "ulysses", "moldable", "bags:g1n2+g2n1"])

@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 
 from knapformer.errors import ConfigurationError
+from knapformer.workloads.codes import codes_of_ranks, parse_codes
 from knapformer.workloads.histograms import CAPTION_TOKENS, CLIP_FRAMES, draw_text_tokens
 from knapformer.workloads.opensora import BUCKET_TABLES
-from knapformer.workloads.workloads import codes_of_ranks, draw, golden_case, parse_codes, workload, workload_names
+from knapformer.workloads.wan import golden_case
+from knapformer.workloads.workloads import draw, workload, workload_names
 
 STORED = {
     ("lowres", None, 0): "9ba56cf2041578ee",

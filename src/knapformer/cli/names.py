@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 
@@ -11,14 +12,18 @@ def list_names() -> None:
     from knapformer.given.shapes import MODEL_SHAPES
     from knapformer.plans.registry import planner_names
     from knapformer.predict.hardware import HARDWARE
-    from knapformer.workloads.workloads import workload_names
+    from knapformer.workloads.workloads import all_workloads
 
     table = Table(box=None, show_header=False, pad_edge=False)
     for kind, names in (
-        ("planners", [planner_names()]),
-        ("models", MODEL_SHAPES),
-        ("hardware", HARDWARE),
-        ("workloads", [*workload_names(), "data codes, as in g2b4i256f1s0"]),
+        ("planners", planner_names()),
+        ("models", ", ".join(MODEL_SHAPES)),
+        ("hardware", ", ".join(HARDWARE)),
     ):
-        table.add_row(f"[bold]{kind}", ", ".join(names))
+        table.add_row(f"[bold]{kind}", names)
+    workloads = Table(box=None, show_header=False, pad_edge=False)
+    workloads.add_column(no_wrap=True)
+    for workload in all_workloads():
+        workloads.add_row(escape(workload.pattern), workload.model or "any model", workload.summary)
+    table.add_row("[bold]workloads", workloads)
     Console().print(table, highlight=False)

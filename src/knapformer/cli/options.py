@@ -25,6 +25,10 @@ from knapformer.cli.common import parse_cap, parse_names
 from knapformer.errors import ConfigurationError
 from knapformer.plans.registry import PlannerSpec, planner_names
 from knapformer.predict.hardware import HARDWARE
+from knapformer.workloads.workloads import workload_names
+
+NAMES = ", ".join(workload_names())
+"""Of workloads."""
 
 DEFAULT_MODEL, DEFAULT_HARDWARE = "flux.1-dev", "h100"
 

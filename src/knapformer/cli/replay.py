@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from knapformer.cli.common import parse_names, progress_bar, stamp, write_json
-from knapformer.cli.options import Drawn, Printed, Stand
+from knapformer.cli.options import NAMES, Drawn, Printed, Stand
 from knapformer.errors import ConfigurationError
 from knapformer.plans.registry import PlannerSpec, planner_names
 
@@ -20,7 +20,7 @@ from knapformer.plans.registry import PlannerSpec, planner_names
 class Replayed:
     """Which workload is replayed, where there are no plan files."""
 
-    workload: Annotated[str | None, typer.Option(help="Instead of plan files: plan this workload.")] = None
+    workload: Annotated[str | None, typer.Option(help=f"Instead of plan files: {NAMES}; or data codes.")] = None
     planners: Annotated[str, typer.Option(help=f"For --workload, joined by commas, of {planner_names()}.")] = (
         "home,bags:g4n2,moldable"
     )

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from knapformer.cli.common import checked_shard_size, progress_bar, stamp, write_json
-from knapformer.cli.options import DEFAULT_HARDWARE, DEFAULT_MODEL, Compared, Drawn, Target
+from knapformer.cli.options import DEFAULT_HARDWARE, DEFAULT_MODEL, NAMES, Compared, Drawn, Target
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
@@ -23,7 +23,7 @@ def simulate(
     target: Target,
     compared: Compared,
     preset: Annotated[str | None, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = None,
-    workload: Annotated[str | None, typer.Option(help="A workload's name or data codes; or a lengths file.")] = None,
+    workload: Annotated[str | None, typer.Option(help=f"{NAMES}; or data codes; or a lengths file.")] = None,
     steps: Annotated[int, typer.Option(help="Steps of each workload; one of a lengths file.", min=1)] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file; .md with tables beside it.")] = None,

@@ -10,7 +10,7 @@ from knapformer.errors import ConfigurationError
 from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS
 from knapformer.given.topology import Topology, uniform_topologies
 from knapformer.plans.registry import PlannerSpec
-from knapformer.workloads.workloads import parse_codes
+from knapformer.workloads.codes import parse_codes
 
 DEMO_CODES = "g1b1i672f4s0,g1b8i128f1s0"
 """One video of 7056 visual tokens, then eight images of 64: the video alone outweighs the mean of the two ranks."""

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from knapformer.errors import ConfigurationError
 from knapformer.models.presets import CELLS, PATCH_CHANNELS
+from knapformer.workloads.codes import DataCode
 from knapformer.workloads.histograms import Kind, draw_text_tokens
-from knapformer.workloads.workloads import DataCode
 
 PHOTOGRAPHS = (
     "astronaut.png",

@@ -29,7 +29,7 @@ from knapformer.models import MMDiTConfig, StreamIndex, local_attention
 from knapformer.models.presets import cost_template, make_config
 from knapformer.plans.registry import PlannerSpec
 from knapformer.training.parallel import checkpoint, shard
-from knapformer.workloads.workloads import DataCode, parse_codes
+from knapformer.workloads.codes import DataCode, parse_codes
 
 Progress = Callable[[str, int, int], None]
 """Called with a task's name, what is done and the total."""

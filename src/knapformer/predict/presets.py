@@ -12,7 +12,7 @@ from knapformer.plans.registry import PlannerSpec, compared_planners
 from knapformer.predict.hardware import hardware
 from knapformer.predict.memory import MemoryModel
 from knapformer.predict.simulate import best_bags, drawn_from, setting_of, simulate
-from knapformer.workloads.workloads import SCENARIOS
+from knapformer.workloads.codes import SCENARIOS
 
 BAGS_OF_32 = ("bags:g1n32", "bags:g2n16", "bags:g4n8", "bags:g8n4")
 MIXED_BAGS = {8: "bags:g1n2+g2n1+g4n1", 16: "bags:g1n4+g4n1+g8n1", 32: "bags:g1n8+g8n1+g16n1"}

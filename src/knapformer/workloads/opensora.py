@@ -13,7 +13,13 @@ from collections import defaultdict
 from dataclasses import dataclass
 from functools import cached_property
 
-from knapformer.workloads.histograms import CLIP_FRAMES, VIDEO_PERCENT
+from knapformer.errors import ConfigurationError
+from knapformer.workloads.histograms import CLIP_FRAMES, VIDEO_PERCENT, Kind, draw_text_tokens
+from knapformer.workloads.registry import Draw, Request, Rows, register_workload
+
+DEFAULT_RANKS = 32
+MODEL = "open-sora-2.0"
+"""Of all tables: Open-Sora 1.2's own attends over space and time apart, which is no self-attention to balance."""
 
 _FIRST_CLIP_FRAMES = 48
 
@@ -138,3 +144,26 @@ BUCKET_TABLES: dict[str, BucketTable] = {
     "open-sora-1.2-stage3": BucketTable(joint=False, buckets=tuple(_stage_3())),
 }
 """In stage 2 of 2.0 half of the samples that could take 768px do: the table does not say, so this is our choice."""
+
+
+def _drawn_from(table: BucketTable) -> Draw:
+    """Each rank draws a bucket of its own; in the joint-attention model of 2.0, text lengths follow the captions'."""
+
+    def draw(request: Request) -> Rows:
+        num_ranks = DEFAULT_RANKS if request.num_ranks is None else request.num_ranks
+        if num_ranks < 1:
+            raise ConfigurationError(f"a workload needs at least one rank, got {num_ranks}")
+        request.check_size(num_ranks, num_ranks)
+        rows = []
+        for _ in range(num_ranks):
+            bucket = draw_bucket(table, request.rng)
+            kind: Kind = "image" if bucket.frames == 1 else "video"
+            text = [draw_text_tokens(request.rng, kind) if table.joint else 0 for _ in range(bucket.batch_size)]
+            rows.append([bucket.visual_tokens + tokens for tokens in text])
+        return rows
+
+    return draw
+
+
+for _name, _table in BUCKET_TABLES.items():
+    register_workload(_name, summary="its buckets, any ranks", model=MODEL)(_drawn_from(_table))
