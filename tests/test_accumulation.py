@@ -7,8 +7,9 @@ import torch
 from balanced_cases import Case, build, relative, summed, unbalanced
 from launch import run_ranks, try_ranks
 from model_cases import pack, samples
+from torch import Tensor
 
-from knapformer import Balancer, CostModel
+from knapformer import Balancer, CostModel, Step
 from knapformer.errors import DisagreementError, RankError
 
 CASE = Case("mmdit", planner="moldable", seed=3)
@@ -30,9 +31,12 @@ def accumulate(rank: int, world_size: int, num_micro_batches: int, drop: bool) -
     batches = [mine[i::num_micro_batches] for i in range(num_micro_batches)]
     lengths = [{"text": [len(s.text) for s in batch], "visual": [len(s.visual) for s in batch]} for batch in batches]
     loaded = [sample for batch in batches for sample in batch]
+    labels = torch.arange(len(loaded)) + 100 * rank
+    ragged = [label % 3 for label in labels.tolist()]
     seen: list[int] = []
-    for step, chosen in balancer.prepare_micro_batches(lengths):
+    for step, chosen in balancer.prepare_micro_batches(lengths, conditioning={"context": ragged}):
         seen += chosen
+        check_context(step, labels[chosen])
         visual, text, position_ids, conditioning, _, _ = pack([loaded[i] for i in chosen])
         visual, text, conditioning = (
             x if x.requires_grad else x.double().requires_grad_() for x in (visual, text, conditioning)
@@ -62,6 +66,14 @@ def accumulate(rank: int, world_size: int, num_micro_batches: int, drop: bool) -
         if x.requires_grad
     }
     return {name: relative(x, y) for (name, x), y in zip(found.items(), expected, strict=True)}
+
+
+def check_context(step: Step, labels: Tensor) -> None:
+    """Ragged rows that say which sequence they belong to arrive with it, as many as it has."""
+    local = step.route_conditioning(labels)
+    assert step.conditioning_lengths("context") == [label % 3 for label in local.tolist()]
+    rows = step.route_conditioning(labels.repeat_interleave(labels % 3), name="context")
+    assert torch.equal(rows, local.repeat_interleave(local % 3))
 
 
 def accumulate_all(rank: int, world_size: int) -> dict[int, dict[str, float]]:

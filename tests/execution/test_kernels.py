@@ -125,3 +125,61 @@ def test_a_package_of_another_generation_is_not_used(monkeypatch, tmp_path):
 def test_the_cpu_uses_sdpa():
     assert choose_kernel(torch.zeros(1, 1, 8, dtype=torch.bfloat16)) == "sdpa"
     assert set(KERNELS) == {"sdpa", "flash", "varlen"}
+
+
+def fake_gpu_kernel(name: str, seen: list[str]):
+    """A stand-in for a GPU's kernel that computes what its arguments ask for, entry by entry."""
+
+    def attend(q, k, v, cu_q, cu_k, max_q, max_k, *, scale, causal):
+        seen.append(name)
+        assert cu_q.dtype == cu_k.dtype == torch.int32
+        lengths = tuple(cu.diff().tolist() for cu in (cu_q, cu_k))
+        assert (max_q, max_k) == tuple(max(own) for own in lengths)
+        return naive(q, k, v, lengths, q.shape[-1] ** -0.5 if scale is None else scale, causal)
+
+    def flash(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale=None, causal=False):
+        return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale=softmax_scale, causal=causal)
+
+    def varlen(q, k, v, cu_q, cu_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False):
+        assert window_size in ((-1, -1), (-1, 0))
+        assert enable_gqa or k.shape[1] == q.shape[1], "grouped heads must be asked for"
+        return attend(q, k, v, cu_q, cu_k, max_q, max_k, scale=scale, causal=window_size == (-1, 0))
+
+    return flash if name == "flash" else varlen
+
+
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [None, 0.3])
+@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+def test_kernels_of_gpus_are_asked_for_the_same_attention(monkeypatch, kernel, scale, causal, num_kv_heads):
+    seen: list[str] = []
+    fake = fake_gpu_kernel(kernel, seen)
+    if kernel == "flash":
+        monkeypatch.setattr(kernels, "_flash_attention", lambda: fake)
+    else:
+        monkeypatch.setattr(pytest.importorskip("torch.nn.attention.varlen"), "varlen_attn", fake)
+    lengths = ([3, 5, 1], [3, 5, 1]) if causal else ([2, 7, 1], [9, 7, 4])
+    q, k, v = inputs(lengths, 4, num_kv_heads)
+    cu_q, cu_k = ([0, *accumulate(own)] for own in lengths)
+    options = {"scale": scale, "causal": causal}
+    found = varlen_attention(q, k, v, cu_q, cu_k, kernel=kernel, **options)
+    assert seen == [kernel]
+    assert torch.allclose(found, varlen_attention(q, k, v, cu_q, cu_k, **options), rtol=1e-12, atol=1e-12)
+
+
+def test_the_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(kernels, "_flash_attention", lambda: None)
+    q, k, v = inputs(([1], [1]), 1, 1)
+    with pytest.raises(ConfigurationError, match="'flash' needs the package flash-attn"):
+        varlen_attention(q, k, v, [0, 1], [0, 1], kernel="flash")
+
+
+@pytest.mark.parametrize("missing", [None, "scale", "window_size", "enable_gqa"])
+def test_a_torch_whose_varlen_lacks_an_option_uses_sdpa(monkeypatch, missing):
+    module = pytest.importorskip("torch.nn.attention.varlen")
+    options = [name for name in ("scale", "window_size", "enable_gqa") if name != missing]
+    namespace: dict[str, object] = {}
+    exec(f"def varlen_attn(query, key, value, *, {', '.join(f'{name}=None' for name in options)}): ...", namespace)
+    monkeypatch.setattr(module, "varlen_attn", namespace["varlen_attn"])
+    assert kernels._has_torch_varlen.__wrapped__() == (missing is None)

@@ -11,12 +11,13 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launch import run_ranks, try_ranks
 
 import knapformer.balancer
-from knapformer import Balancer, CostModel, Lengths, Plan, errors, make_plan
+from knapformer import Balancer, CostModel, Lengths, Plan, Topology, errors, make_plan
 
 COST = CostModel(hidden=32, num_heads=4)
 LIMIT_S = 5.0
@@ -58,11 +59,27 @@ def plan_for_others(lengths: Lengths) -> Plan:
     return make_plan([[1]] * lengths.num_ranks, planner="home", cost=COST)
 
 
+def plan_for_other_homes(lengths: Lengths) -> Plan:
+    everything = lengths.tokens.tolist()
+    return make_plan([everything, *[[] for _ in range(lengths.num_ranks - 1)]], planner="home", cost=COST)
+
+
+def plan_for_more_ranks(lengths: Lengths) -> Plan:
+    return make_plan([*lengths.to_lists(), []], planner="home", cost=COST)
+
+
 def no_plan(lengths: Lengths) -> Plan:
     raise KeyError("no plan here")
 
 
-for planner in (good_plan, another_plan, plan_for_others, no_plan):
+class Unlucky:
+    """What a rank gives for its lengths by mistake: it fails in a way that nobody thought of."""
+
+    def tolist(self) -> list[int]:
+        raise KeyError("batch")
+
+
+for planner in (good_plan, another_plan, plan_for_others, plan_for_other_homes, plan_for_more_ranks, no_plan):
     planner.__qualname__ = "planner"  # which is what ranks compare beforehand
 
 
@@ -76,6 +93,8 @@ CASES = {
     "no list": Case("LengthsError", r"rank {rank}: lengths must be a list .* got None", {"lengths": None}),
     "tensor of floats": Case("LengthsError", r"rank {rank}: .* got 1\.0", {"lengths": torch.ones(2)}),
     "rows": Case("LengthsError", r"rank {rank}: .* 8 tokens, .* 9 rows", {"num_rows": 9}, {"num_rows": 8}),
+    "no rows": Case("LengthsError", r"rank {rank}: .* 8 tokens, .* 0 rows", {"num_rows": 0}, {"num_rows": 8}),
+    "lengths that fail": Case("RankError", r"rank {rank}: KeyError: 'batch'", {"lengths": Unlucky()}),
     "counts of streams": Case(
         "LengthsError",
         r"rank {rank}: every stream must list the same sequences",
@@ -86,6 +105,12 @@ CASES = {
         "LengthsError",
         r"rank {rank}: conditioning 'context' lists 1 sequences, the lengths 3",
         {"conditioning": {"context": [1]}},
+        {"conditioning": {"context": [1, 2, 3]}},
+    ),
+    "more conditioning than sequences": Case(
+        "LengthsError",
+        r"rank {rank}: conditioning 'context' lists 4 sequences, the lengths 2",
+        {"lengths": [3, 5], "conditioning": {"context": [1, 2, 3, 4]}},
         {"conditioning": {"context": [1, 2, 3]}},
     ),
     "loader": Case("RankError", r"rank {rank}: OSError: disk on fire", {"error": OSError("disk on fire")}),
@@ -104,6 +129,15 @@ CASES = {
         "DisagreementError", r"rank {rank} has cost .*64", balancer={"cost": CostModel(hidden=64, num_heads=4)}
     ),
     "topology": Case("DisagreementError", r"rank {rank} has topology", balancer={"topology": "g1nSIZE"}),
+    "ranks per node": Case(
+        "DisagreementError",
+        r"rank {rank} has topology \['', 3\], rank 0 has \['', 2\]",
+        balancer={"topology": Topology(ranks_per_node=3)},
+        on_all={"topology": Topology(ranks_per_node=2)},
+    ),
+    "key-value heads": Case(
+        "DisagreementError", r"rank {rank} has num_kv_heads 2, rank 0 has None", balancer={"num_kv_heads": 2}
+    ),
     "size of topology": Case(
         "DisagreementError", r"rank {rank} has ranks_in_a_balancing_group 1", balancer={"topology": "g1n1"}
     ),
@@ -112,9 +146,17 @@ CASES = {
         "ConfigurationError", r"rank {rank}: .* not a multiple", balancer={"topology": "g64n1"}
     ),
     "version": Case("DisagreementError", r"rank {rank} has version '0\.0\.1'", version="0.0.1"),
-    "caps": Case("CapacityError", r"tokens, max_tokens_per_rank allows", on_all={"max_tokens_per_rank": 2}),
+    "caps": Case(
+        "CapacityError", r"^the step has \d+ tokens, max_tokens_per_rank allows", on_all={"max_tokens_per_rank": 2}
+    ),
     "other caps": Case(
         "DisagreementError", r"rank {rank} has max_tokens_per_rank 2", balancer={"max_tokens_per_rank": 2}
+    ),
+    "one cap of many": Case(
+        "DisagreementError",
+        r"rank {rank} has max_tokens_per_rank \[[\d, ]* 8, 9, 8,",
+        balancer={"max_tokens_per_rank": np.where(np.arange(2000) == 1000, 9, 8)},
+        on_all={"max_tokens_per_rank": np.full(2000, 8)},
     ),
     "caps of no number": Case(
         "DisagreementError", r"rank {rank} has max_tokens_per_rank", balancer={"max_tokens_per_rank": {3.5}}
@@ -130,6 +172,12 @@ CASES = {
     "plan for others": Case(
         "PlanError", r"rank {rank}: .* other lengths", balancer={"planner": plan_for_others}, on_all=CUSTOM
     ),
+    "plan for other homes": Case(
+        "PlanError", r"rank {rank}: .* other lengths", balancer={"planner": plan_for_other_homes}, on_all=CUSTOM
+    ),
+    "plan for more ranks": Case(
+        "PlanError", r"rank {rank}: .* other lengths", balancer={"planner": plan_for_more_ranks}, on_all=CUSTOM
+    ),
 }
 
 
@@ -140,7 +188,8 @@ def raised(rank: int, world_size: int, case: Case) -> tuple[str, str, float]:
     if is_bad:
         arguments |= case.balancer
         knapformer.balancer.__version__ = case.version or knapformer.__version__
-    arguments["topology"] = arguments["topology"].replace("SIZE", str(world_size))
+    if isinstance(arguments["topology"], str):
+        arguments["topology"] = arguments["topology"].replace("SIZE", str(world_size))
     began = time.monotonic()
     try:
         balancer = Balancer(**arguments)

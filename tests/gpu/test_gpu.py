@@ -114,8 +114,9 @@ def test_one_gpu_without_torch_distributed():
 CASES = [*product(HALF_DTYPES, (False, True), (4, 2), (64,)), *product(HALF_DTYPES, (False,), (2,), (20, 256, 264))]
 
 
+@pytest.mark.parametrize("scale", [None, 0.4])
 @pytest.mark.parametrize(("dtype", "causal", "num_kv_heads", "width"), CASES)
-def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads, width):
+def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads, width, scale):
     lengths = [0, 1, 77, 256, 3]
     cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     generator = torch.Generator("cuda").manual_seed(0)
@@ -126,7 +127,7 @@ def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads, width):
     results = []
     for kernel, wide in ((choose_kernel(q), dtype), ("sdpa", torch.float32)):
         given = [x.to(wide) for x in (q, k, v)]
-        y = varlen_attention(*given, cu, cu, causal=causal, kernel=kernel)
+        y = varlen_attention(*given, cu, cu, scale=scale, causal=causal, kernel=kernel)
         results.append([y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))])
     for found, expected in zip(*results, strict=True):
         assert error(found.float(), expected.float()) < BF16_TOLERANCE

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -104,13 +105,38 @@ def test_checkpointed_attention_passes_options_on():
     assert (x.grad == 3).all()
 
 
+class WithoutAttention(torch.nn.Module):
+    """A model that attends by itself, and is given no attention."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+    def forward(self, x, attention=None):
+        assert attention is None
+        return self.blocks[0](x)
+
+
+def test_a_model_that_is_given_no_attention_runs_as_before():
+    model = WithoutAttention()
+    expected = model(torch.ones(1, 2))
+    assert torch.equal(checkpoint(model, what="attention")(torch.ones(1, 2)), expected)
+
+
 def test_wrong_arguments(build):
     with pytest.raises(ConfigurationError, match="'block' or 'attention', got 'layer'"):
         checkpoint(build(), what="layer")
     for what in ("block", "attention"):
         with pytest.raises(ConfigurationError, match="MMDiT is checkpointed already"):
             checkpoint(checkpoint(mmdit(), what=what), what="block")
+    for what in ("block", "attention"):
+        partly = mmdit()
+        checkpoint(SimpleNamespace(blocks=partly.blocks[1:2], _forward_pre_hooks={}), what="block")
+        with pytest.raises(ConfigurationError, match="MMDiT is checkpointed already"):
+            checkpoint(partly, what=what)
     with pytest.raises(ConfigurationError, match="Linear needs an attribute blocks"):
         checkpoint(torch.nn.Linear(2, 2))
     with pytest.raises(ConfigurationError, match=r"one type of device, got \['meta'\]"):
         shard(mmdit().to("meta"))
+    with pytest.raises(ConfigurationError, match="give mesh or shard_size, not both, got a mesh and shard_size 2"):
+        shard(mmdit(), mesh=object(), shard_size=2)
