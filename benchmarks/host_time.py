@@ -132,7 +132,7 @@ def median_rank(plan: Plan) -> tuple[int, np.ndarray]:
 def make_step(plan: Plan, lengths: Lengths, rank: int) -> Step:
     """As ``Balancer.prepare`` makes it after the ranks have agreed."""
     balancer: Any = SimpleNamespace(
-        group=SimpleNamespace(rank=rank, device=CPU),
+        group=SimpleNamespace(rank=rank, device=CPU, control=None),
         channel=transport.Channel(Nowhere(), rank),
         cost=COST,
         kernel="auto",

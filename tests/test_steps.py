@@ -198,7 +198,7 @@ def in_flight(rank: int) -> bool:
     balancer = make_balancer()
     a, b = balancer.prepare(LENGTHS[rank]), balancer.prepare([4 * n for n in LENGTHS[rank]])
     xs = [torch.arange(64.0 * n).view(-1, 64) + rank for n in (sum(LENGTHS[rank]), 4 * sum(LENGTHS[rank]))]
-    routes = [step._route(("tokens", None), x.device, False, 1) for step, x in zip((a, b), xs, strict=True)]
+    routes = [step._moves.route(("tokens", None), x.device, False, 1) for step, x in zip((a, b), xs, strict=True)]
     p, q = (exchange.start([x], route, balancer.channel) for x, route in zip(xs, routes, strict=True))
     (y,), (x,) = exchange.finish(q), exchange.finish(p)
     return torch.equal(x, a.route(xs[0])) and torch.equal(y, b.route(xs[1]))

@@ -7,10 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import torch
 import torch.distributed as dist
 
 from knapformer.errors import ConfigurationError, PlanError
-from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, carried, gather_inputs
+from knapformer.execution.agreement import LocalInput, agree_on_plan, carried, gather_inputs
+from knapformer.execution.groups import BalancingGroup
 from knapformer.execution.kernels import KERNELS
 from knapformer.execution.transport import Channel, Meter
 from knapformer.given.cost import CostModel
@@ -45,6 +47,8 @@ class Balancer:
         meter: counts time and bytes in exchanges.
         timeout: after which a rank gives up waiting for another one's lengths or tokens. None is the backend's default
             (30 minutes on gloo, 10 on NCCL), whatever ``init_process_group`` was given.
+        check_calls: compare which calls ranks make, and with what. Without it, ranks that differ by a mistake (in
+            order, dtype, width, scale, or in what needs gradients) get wrong numbers, hang or abort without a word.
 
     Raises:
         ConfigurationError: arguments that do not fit each other or the group; on all ranks.
@@ -64,6 +68,7 @@ class Balancer:
         overlap: bool = True,
         meter: Meter | None = None,
         timeout: timedelta | None = None,
+        check_calls: bool = True,
     ) -> None:
         self.cost = CostModel() if cost is None else cost
         self.planner = planner
@@ -77,7 +82,10 @@ class Balancer:
         self.num_kv_heads = num_kv_heads
         self.kernel, self.overlap = kernel, overlap
         self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error, timeout)
-        self.channel = Channel.over(self.group.data, self.group.rank, meter)
+        if check_calls:
+            self.group = self.group.watched()
+        self.check_calls = check_calls
+        self.channel = Channel.over(self.group.data, self.group.rank, meter, self.group.calls)
 
     def prepare(
         self,
@@ -104,7 +112,7 @@ class Balancer:
                 naming it; the same on all ranks, before any token moves.
         """
         local = LocalInput.collect(lambda: parse_local_lengths(lengths), num_rows, error, conditioning)
-        everywhere, rows = gather_inputs(self.group, local, self._fingerprint())
+        everywhere, rows = gather_inputs(self.group, local, self._fingerprint("prepare"))
         (plan,) = self._agree(lambda: [everywhere])
         return Step(self, plan, everywhere, rows)
 
@@ -134,7 +142,7 @@ class Balancer:
         """
         local = LocalInput.collect(lambda: parse_micro_batches(micro_batches), None, error, conditioning)
         count = len(micro_batches) if isinstance(micro_batches, Sequence) else 0
-        everywhere, rows = gather_inputs(self.group, local, {**self._fingerprint(), "micro_batches": count})
+        everywhere, rows = gather_inputs(self.group, local, self._fingerprint("prepare_micro_batches", count))
         parts: list[MicroBatch] = []
 
         def split() -> list[Lengths]:
@@ -144,10 +152,10 @@ class Balancer:
         plans = self._agree(split)
         return [
             MicroStep(
-                Step(self, plan, part.lengths, {name: own[part.ids] for name, own in rows.items()}),
+                Step(self, plan, part.lengths, {name: own[part.ids] for name, own in rows.items()}, i),
                 part.of_rank(self.group.rank, everywhere).tolist(),
             )
-            for plan, part in zip(plans, parts, strict=True)
+            for i, (plan, part) in enumerate(zip(plans, parts, strict=True), start=1)
         ]
 
     def _agree(self, make_lengths: Callable[[], list[Lengths]]) -> list[Plan]:
@@ -179,8 +187,9 @@ class Balancer:
             group_offset=self.group.offset,
         )
 
-    def _fingerprint(self) -> dict[str, Any]:
+    def _fingerprint(self, method: str, num_micro_batches: int = 0) -> dict[str, Any]:
         """What must be the same on all ranks, as JSON."""
+        kind = self.group.device.type
         planner = self.planner if isinstance(self.planner, str) else getattr(self.planner, "__qualname__", "callable")
         return {
             "version": __version__,
@@ -190,6 +199,11 @@ class Balancer:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "num_kv_heads": self.num_kv_heads,
             "group_size": self.group.size,
+            "method": method,
+            "micro_batches": num_micro_batches,
+            "gradients_enabled": torch.is_grad_enabled(),
+            "autocast": str(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else None,
+            "check_calls": self.check_calls,
         }
 
 

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.errors import ConfigurationError, KnapFormerError
+from knapformer.execution.agreement import compare_calls
 from knapformer.execution.attend import BalancedAttention, as_one_dtype, check_heads
+from knapformer.execution.calls import StepCalls
 from knapformer.execution.devices import outliving, to_device
-from knapformer.execution.exchange import finish, start
 from knapformer.execution.groups import BalancingGroup
-from knapformer.execution.routes import AnyRoute, JointRoute, Route
+from knapformer.execution.moves import Kind, Moves
 from knapformer.execution.rows import RowIndex, runs_of
 from knapformer.execution.transport import Channel
 from knapformer.given.cost import CostModel
-from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
+from knapformer.given.lengths import IntArray, Lengths
 from knapformer.plans.evaluation import Evaluation, evaluate
 from knapformer.plans.plan import Plan
 from knapformer.schedules.attention import attention_schedule
-from knapformer.schedules.joint import JointExchange
-from knapformer.schedules.tokens import Exchange, RankTokens, conditioning_exchange, token_exchange, window
+from knapformer.schedules.meetings import links_of
+from knapformer.schedules.tokens import RankTokens, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
-
-Kind = tuple[str, str | None]
-"""Tokens of a stream, or conditioning of a name."""
 
 
 class Executor(Protocol):
@@ -62,12 +59,30 @@ class Step:
         rank: this rank in the balancing group.
     """
 
-    def __init__(self, balancer: Executor, plan: Plan, lengths: Lengths, conditioning_rows: Mapping[str, IntArray]):
+    def __init__(
+        self,
+        balancer: Executor,
+        plan: Plan,
+        lengths: Lengths,
+        conditioning_rows: Mapping[str, IntArray],
+        micro_step: int = 0,
+    ) -> None:
         self.plan, self.lengths, self.rank = plan, lengths, balancer.group.rank
-        self._balancer, self._rows = balancer, dict(conditioning_rows)
-        self._tokens = RankTokens.of(plan, self.rank)
-        self._schedules: dict[Kind, Exchange] = {}
-        self._routes: dict[Any, AnyRoute] = {}
+        self._balancer, self._tokens = balancer, RankTokens.of(plan, self.rank)
+        channel = balancer.channel
+        self._calls = (
+            None if channel.calls is None else StepCalls(channel.calls, micro_step, partial(links_of, plan, lengths))
+        )
+        self._moves = Moves(
+            plan,
+            lengths,
+            self._tokens,
+            self.rank,
+            conditioning_rows=conditioning_rows,
+            channel=channel,
+            control=balancer.group.control,
+            calls=self._calls,
+        )
         self._attentions: dict[Any, BalancedAttention] = {}
         self._device = balancer.group.device
         self._attention(plan.num_heads, plan.num_kv_heads, self._device)
@@ -133,7 +148,7 @@ class Step:
 
     def conditioning_lengths(self, name: str) -> list[int]:
         """Rows of ragged conditioning ``name`` of each local sequence, in packed order."""
-        rows: list[int] = self._conditioning_rows(name)[self.sequence_ids].tolist()
+        rows: list[int] = self._moves.conditioning_rows(name)[self.sequence_ids].tolist()
         return rows
 
     def route(self, *tensors: Tensor, stream: str | None = None, lengths: Any = None) -> Any:
@@ -141,7 +156,8 @@ class Step:
 
         Args:
             tensors: (rows of this rank's sequences at home, …), any number, dtypes and trailing shapes. Every rank
-                gives as many, of the same dtypes and trailing shapes, and the same of them requiring gradients.
+                gives as many, of the same dtypes and trailing shapes. One that requires gradients on any rank has them
+                on all that the step connects.
             stream: the tensors have the rows of this stream only.
             lengths: of the sequences that the rows are of, as ``prepare`` takes them, or of the stream alone. Where
                 given they are compared with those that the step was prepared for: rows of [7, 5] are as many as of
@@ -151,15 +167,16 @@ class Step:
             (packed rows on this rank, …) for each tensor; a single tensor for a single one.
 
         Raises:
-            LengthsError: the rows are not those of the lengths. Give ``num_rows`` to ``prepare`` for all ranks to know.
+            LengthsError: the rows are not those that the step was prepared for, on some rank; on all ranks.
+            DisagreementError: ranks route other tensors, or call something else; on all ranks.
         """
         if lengths is not None:
             self.check_lengths(lengths, stream=stream)
-        return self._exchange(tensors, ("tokens", stream), reverse=False)
+        return self._move(tensors, ("tokens", stream), reverse=False)
 
     def restore(self, *tensors: Tensor, stream: str | None = None) -> Any:
         """Bring tokens home, in the original order: the inverse of ``route``, with the same arguments."""
-        return self._exchange(tensors, ("tokens", stream), reverse=True)
+        return self._move(tensors, ("tokens", stream), reverse=True)
 
     def check_lengths(
         self, lengths: Any, *, stream: str | None = None, conditioning: Mapping[str, Any] | None = None
@@ -174,24 +191,24 @@ class Step:
         Raises:
             LengthsError: they differ.
         """
-        own = slice(*self.lengths.offsets[self.rank : self.rank + 2].tolist())
-        parts = dict(self.lengths.streams)
-        given = parse_local_lengths(lengths)
-        if stream is not None:
-            self._compare(f"tokens of stream {stream!r}", parts.get(stream, self.lengths.tokens)[own], given.get(""))
-        elif list(given) == [""]:
-            self._compare("tokens", self.lengths.tokens[own], given[""])
-        else:
-            for name in {**parts, **given}:
-                prepared = parts[name][own] if name in parts else None
-                self._compare(f"tokens of stream {name!r}", prepared, given.get(name))
-        for name, rows in parse_local_lengths(conditioning).items() if conditioning else ():
-            self._compare(f"rows of conditioning {name!r}", self._conditioning_rows(name)[own], rows)
+        try:
+            self._moves.compare_lengths(lengths, stream, conditioning)
+        except KnapFormerError as error:
+            self._fail(error)
+            raise
 
-    def _compare(self, what: str, prepared: IntArray | None, given: IntArray | None) -> None:
-        if prepared is None or given is None or not np.array_equal(prepared, given):
-            there, here = ("none" if x is None else shortened(x.tolist()) for x in (prepared, given))
-            raise LengthsError(f"rank {self.rank}: the step was prepared for {what} {there}, got {here}")
+    def check(self) -> None:
+        """Compare the calls of all ranks up to here; every rank of the balancing group calls it, or none.
+
+        ``prepare`` does so, too. On gloo no number of a call that ranks make differently is ever used; on NCCL messages
+        carry no names, and a loop that calls this before the optimizer's step is told before the numbers are used. It
+        waits for the other ranks' hosts, and for no device.
+
+        Raises:
+            DisagreementError: ranks have made different calls, forward or backward; on all ranks.
+            KnapFormerError: what one rank has raised in a call; on all ranks.
+        """
+        compare_calls(self._balancer.group)
 
     def route_conditioning(self, *tensors: Tensor, name: str | None = None) -> Any:
         """Copy rows of each sequence to every rank that holds one of its tokens; gradients are summed at home.
@@ -203,7 +220,7 @@ class Step:
         Returns:
             (local sequences, …) in packed order; with ``name``, all rows of those sequences.
         """
-        return self._exchange(tensors, ("conditioning", name), reverse=False)
+        return self._move(tensors, ("conditioning", name), reverse=False)
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """Attention of each sequence to itself, wherever its tokens are. Every rank calls it for every layer.
@@ -220,11 +237,18 @@ class Step:
         Raises:
             LengthsError: the rows are not those of the plan.
             ConfigurationError: several dtypes, devices or head widths, heads that do not divide, or causal attention
-                under a plan with tiles of part of the queries.
+                under a plan with tiles of part of the queries; on all ranks.
+            DisagreementError: ranks differ in dtype, width, heads, scale, causal, in whether gradients are needed, or
+                in which call this is; on all ranks.
         """
-        q, k, v = as_one_dtype(q, k, v)
-        check_heads(q, k, v, self.num_tokens, self.rank)
-        attention = self._attention(q.shape[1], k.shape[1], q.device)
+        try:
+            q, k, v = as_one_dtype(q, k, v)
+            check_heads(q, k, v, self.num_tokens, self.rank)
+            attention = self._attention(q.shape[1], k.shape[1], q.device)
+            attention.check_causal(causal)
+        except KnapFormerError as error:
+            self._fail(error)
+            raise
         return attention(q, k, v, scale=scale, causal=causal)
 
     def _attention(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
@@ -241,67 +265,17 @@ class Step:
                     num_kv_heads=num_kv_heads,
                     kernel=balancer.kernel,
                     overlap=balancer.overlap,
+                    calls=self._calls,
                 )
         return self._attentions[key]
 
-    def _exchange(self, tensors: Sequence[Tensor], kind: Kind, *, reverse: bool) -> Any:
-        if not tensors:
-            raise ConfigurationError("expected at least one tensor")
-        self._device = tensors[0].device
-        rows = [self._as_rows(x, kind, reverse) for x in tensors]
-        alike: dict[Any, list[int]] = {}
-        for i, x in enumerate(rows):
-            alike.setdefault((x.dtype, x.shape[1], x.device), []).append(i)
-        pending = []
-        for (_, _, device), chosen in alike.items():
-            route = self._route(kind, device, reverse, len(chosen))
-            pending.append(start([rows[i] for i in chosen], route, self._balancer.channel))
-        outputs: list[Tensor | None] = [None] * len(tensors)
-        for chosen, flight in zip(alike.values(), pending, strict=True):
-            for i, y in zip(chosen, finish(flight), strict=True):
-                outputs[i] = y.view(y.shape[0], *tensors[i].shape[1:])
-        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+    def _move(self, tensors: Sequence[Tensor], kind: Kind, *, reverse: bool) -> Any:
+        if tensors:
+            self._device = tensors[0].device
+        moved = self._moves.move(tensors, kind, reverse=reverse)
+        return moved[0] if len(moved) == 1 else tuple(moved)
 
-    def _as_rows(self, x: Tensor, kind: Kind, reverse: bool) -> Tensor:
-        """(units, width)."""
-        schedule = self._schedule(kind)
-        wanted = schedule.num_out if reverse else schedule.num_in
-        if x.dim() == 0 or x.shape[0] != wanted:
-            raise LengthsError(f"rank {self.rank}: expected a tensor of {wanted} rows, got shape {tuple(x.shape)}")
-        return x.reshape(x.shape[0], math.prod(x.shape[1:]))
-
-    def _route(self, kind: Kind, device: torch.device, reverse: bool, num_tensors: int) -> AnyRoute:
-        """Made once; for several tensors at once they share one buffer."""
-        if (kind, device, num_tensors) not in self._routes:
-            schedule = self._schedule(kind)
-            with outliving():
-                self._routes[kind, device, num_tensors] = (
-                    Route.of(schedule, device)
-                    if num_tensors == 1
-                    else JointRoute.of(JointExchange.of([schedule] * num_tensors), device)
-                )
-        route = self._routes[kind, device, num_tensors]
-        return route.reversed if reverse else route
-
-    def _schedule(self, kind: Kind) -> Exchange:
-        if kind not in self._schedules:
-            where, (what, name) = (self.plan, self.lengths, self._tokens, self.rank), kind
-            self._schedules[kind] = (
-                token_exchange(*where, stream=name)
-                if what == "tokens"
-                else conditioning_exchange(*where, rows=None if name is None else self._conditioning_rows(name))
-            )
-        return self._schedules[kind]
-
-    def _conditioning_rows(self, name: str) -> IntArray:
-        if name not in self._rows:
-            raise ConfigurationError(f"no conditioning {name!r}: prepare was told of {sorted(self._rows)}")
-        return self._rows[name]
-
-
-def shortened(values: Sequence[Any], most: int = 12) -> str:
-    """As a list, the middle left out where it is long."""
-    if len(values) <= most:
-        return str(list(values))
-    half = most // 2
-    return f"[{', '.join(map(str, values[:half]))}, …, {', '.join(map(str, values[-half:]))}] ({len(values)} of them)"
+    def _fail(self, error: KnapFormerError) -> None:
+        """Let those know that wait for this rank."""
+        if self._calls is not None:
+            self._calls.failed(error)

@@ -121,7 +121,7 @@ def test_the_counter_sees_a_kernel_for_each_peer():
 def calls_of_a_step(num_ranks: int, world_size: int) -> int:
     """Python and C functions that one layer's attention enters on rank 0, and its backward pass."""
     plan = over_first(num_ranks, world_size)
-    group = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    group = SimpleNamespace(rank=0, device=torch.device("cpu"), control=None)
     balancer: Any = SimpleNamespace(
         group=group, channel=Channel(Silent(), 0), cost=COST, kernel="auto", overlap=True, plan=None
     )
@@ -180,7 +180,7 @@ def arrays(owner: Any) -> list[int]:
 
 def test_index_tensors_are_made_with_the_step():
     plan = make_plan([[64, 4], [4]], planner="ulysses", cost=COST)
-    group = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    group = SimpleNamespace(rank=0, device=torch.device("cpu"), control=None)
     balancer: Any = SimpleNamespace(group=group, channel=Channel(Silent(), 0), cost=COST, kernel="auto", overlap=True)
     step = Step(balancer, plan, Lengths.from_ranks([[64, 4], [4]]), {})
     made = step._attention(HEADS, HEADS, torch.device("cpu"))

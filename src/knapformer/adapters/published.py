@@ -26,9 +26,10 @@ from knapformer.adapters.routing_plan import (
     split_evenly,
 )
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
+from knapformer.execution.agreement import LocalInput, agree_on_plan, gather_inputs
 from knapformer.execution.devices import to_device
 from knapformer.execution.exchange import finish, start
-from knapformer.execution.groups import BalancingGroup, LocalInput, agree_on_plan, gather_inputs, subgroup
+from knapformer.execution.groups import BalancingGroup, subgroup
 from knapformer.execution.routes import AnyRoute, Route
 from knapformer.execution.transport import Channel
 from knapformer.given.cost import CostModel

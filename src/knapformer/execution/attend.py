@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.calls import StepCalls, is_backward_running
 from knapformer.execution.devices import to_device
 from knapformer.execution.exchange import exchange, finish, start
 from knapformer.execution.kernels import Offsets, choose_kernel, varlen_attention
@@ -32,6 +33,7 @@ class BalancedAttention:
         num_kv_heads: key and value heads.
         kernel: see ``knapformer.execution.kernels.varlen_attention``.
         overlap: compute whole sequences' attention while q, k and v are in flight.
+        calls: of the step, where ranks tell calls apart.
     """
 
     def __init__(
@@ -44,7 +46,10 @@ class BalancedAttention:
         num_kv_heads: int,
         kernel: str = "auto",
         overlap: bool = True,
+        calls: StepCalls | None = None,
     ) -> None:
+        self.calls = calls
+        self._said: dict[Any, str] = {}
         self.schedule, self.channel, self.kernel, self.overlap = schedule, channel, kernel, overlap
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self._kernels: dict[Any, str] = {}
@@ -68,23 +73,56 @@ class BalancedAttention:
             (T, H, D).
 
         Raises:
-            ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
+            ConfigurationError: see ``check_causal``.
+            DisagreementError: another rank calls something else, where ranks tell calls apart; on all ranks.
         """
+        self.check_causal(causal)
+        what = self._what(q, scale, causal)
         if self.schedule.is_local:
+            self._note(what, q, k, v)
             return self._whole((q, k, v), scale, causal)
-        if causal and self.schedule.has_query_tiles:
-            raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
         own, shared = self._apart(q, k, v)
-        pending = start([x.reshape(-1, x.shape[-1]) for x in shared], self.before, self.channel)
+        pending = start([x.reshape(-1, x.shape[-1]) for x in shared], self.before, self.channel, self.calls, what)
         if self.overlap:
             whole = self._whole(own, scale, causal)
             tiles = finish(pending)
         else:
             tiles = finish(pending)
             whole = self._whole(own, scale, causal)
-        (split,) = exchange([self._tiles(tiles, scale, causal)], self.after, self.channel)
+        what = self._what(q, scale, causal, " output")
+        (split,) = exchange([self._tiles(tiles, scale, causal)], self.after, self.channel, self.calls, what)
         split = split.view(-1, self.num_heads, split.shape[-1])
         return torch.cat([whole, split]) if self.cu_whole[-1] else split
+
+    def _what(self, q: Tensor, scale: float | None, causal: bool, part: str = "") -> str:
+        """In words that all ranks have in common; empty where calls are not told apart."""
+        if self.calls is None:
+            return ""
+        key = (q.shape[-1], scale, causal, part)
+        if key not in self._said:
+            found = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] else scale
+            self._said[key] = (
+                f"attention{part}, {self.num_heads} heads, {self.num_kv_heads} of k and v, scale {found}"
+                f"{', causal' if causal else ''}"
+            )
+        return self._said[key]
+
+    def _note(self, what: str, *tensors: Tensor) -> None:
+        """Attention without an exchange. Recomputation is left out: a rank without rows has nothing to recompute."""
+        if self.calls is None or is_backward_running():
+            return
+        has_grad = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+        described = self.calls.calls.described(what, [x.flatten(1) for x in tensors[:1]])
+        self.calls.make(described, has_grad=has_grad)
+
+    def check_causal(self, causal: bool) -> None:
+        """Whether it can be computed under the plan.
+
+        Raises:
+            ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
+        """
+        if causal and self.schedule.has_query_tiles:
+            raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
 
     def _apart(self, *tensors: Tensor) -> tuple[Tensors, Tensors]:
         """Rows of whole sequences and rows of split ones; split and not sliced, which costs less in backward.

@@ -8,21 +8,24 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from knapformer.execution.calls import Call, Waiting
 from knapformer.execution.routes import AnyRoute, JointRoute, Route, move
 from knapformer.execution.transport import Channel, Messages, Waits
 
 
-def launch(tensors: Sequence[Tensor], route: AnyRoute, channel: Channel) -> Flight:
+def launch(tensors: Sequence[Tensor], route: AnyRoute, channel: Channel, call: Call | None = None) -> Flight:
     """Begin an exchange; every rank of the channel calls it. Nothing is sent where the route is local.
 
     Args:
         tensors: (units, width) of one dtype and width.
+        call: which one it is, where the channel tells calls apart.
     """
     began = time.perf_counter()
     if isinstance(route, JointRoute):
         flight: Flight = JointFlight(tensors, route, channel)
     else:
         flight = SingleFlight(tensors, route, channel)
+    flight.call = call
     flight.take_off(is_alone=channel.transport is None or route.is_local)
     flight.count(began)
     return flight
@@ -44,6 +47,7 @@ class Flight(ABC):
         self.bytes_from = [count * self.unit_bytes for count in route.receive_counts]
         self.buffers: list[Tensor] = []
         self.works: Sequence[Waits] | None = None
+        self.call: Call | None = None
 
     @abstractmethod
     def take_off(self, *, is_alone: bool) -> None:
@@ -56,8 +60,8 @@ class Flight(ABC):
     def land(self) -> tuple[Tensor, ...]:
         """Wait, and unpack."""
         began = time.perf_counter()
-        for work in self.works or ():
-            work.wait()
+        if self.works:
+            self.channel.wait(self.works, self.call, self.peers)
         outputs = self.unpack()
         for buffer in self.buffers:
             self.channel.scratch.give_back(buffer)
@@ -79,7 +83,13 @@ class Flight(ABC):
         """Every rank of the channel calls it, unless the route is local."""
         transport, meter = self.channel.transport, self.channel.meter
         assert transport is not None
-        self.works = transport.launch(received, sent, Messages(self.peers, self.bytes_from, self.bytes_to))
+        messages = Messages(self.peers, self.bytes_from, self.bytes_to, self.call)
+        try:
+            self.works = transport.launch(received, sent, messages)
+        except RuntimeError as error:  # the group's connections are gone
+            if self.channel.calls is None or self.call is None:
+                raise
+            self.channel.calls.explain(error, Waiting(self.call, self.peers))
         if meter is not None:
             meter.bytes_sent += sent.numel()
             meter.num_exchanges += 1

@@ -6,9 +6,8 @@ a step that runs meanwhile.
 
 from __future__ import annotations
 
-import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -18,17 +17,16 @@ import torch
 import torch.distributed as dist
 
 from knapformer.errors import (
-    CapacityError,
     ConfigurationError,
-    DisagreementError,
     KnapFormerError,
-    LengthsError,
-    PlanError,
-    RankError,
 )
-from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
+from knapformer.execution.agreement import agree
+from knapformer.execution.calls import Calls, Description
+from knapformer.execution.transport import all_gather, gather_text
+from knapformer.execution.watch import Watch
 
-_ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError)
+FIXED = 8
+"""Numbers in a message whose size all ranks know: all such messages are alike, whatever a rank takes them for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -43,6 +41,7 @@ class BalancingGroup:
         offset: rank, in the group that was given, of this group's rank 0.
         device: where tokens live: the CPU for gloo, else the accelerator.
         timeout: of the groups that are made here.
+        calls: what this rank has called, where calls are compared.
     """
 
     data: dist.ProcessGroup | None
@@ -52,6 +51,18 @@ class BalancingGroup:
     offset: int
     device: torch.device
     timeout: timedelta | None = None
+    calls: Calls | None = None
+
+    def watched(self) -> BalancingGroup:
+        """The same group, with the calls of a new balancer noted and compared from here on. Not a collective."""
+        if self.data is None or self.control is None or self.size == 1:
+            return self
+        watch = Watch(dist.distributed_c10d._get_default_store())
+        world_ranks = dist.get_process_group_ranks(self.control)
+        groups = [self.control, self.data] if dist.get_backend(self.data) == "gloo" else [self.control]
+        calls = Calls(self.control.group_name, self.rank, world_ranks, watch, groups)
+        watch.begin(calls)
+        return replace(self, calls=calls)
 
     @classmethod
     def create(
@@ -93,7 +104,7 @@ class BalancingGroup:
             size = _check_multiple(self.size, size)
         except ConfigurationError as wrong_size:
             size, error = 0, error or wrong_size
-        _agree(self, {"ranks_in_a_balancing_group": size}, [], error)
+        agree(self, {"ranks_in_a_balancing_group": size}, [], error)
         assert self.data is not None
         if size == self.size:
             return replace(self, data=self._connected())
@@ -107,11 +118,12 @@ class BalancingGroup:
         """The data group of all ranks, ready for sends and receives between any of them. Every rank of it calls this.
 
         NCCL runs what one communicator is given one after another, and FSDP uses the default group's; exchanges that
-        may overlap with it need a communicator of their own. A group that the user gave is taken as it is.
+        may overlap with it need a communicator of their own. On gloo a disagreement ends a group's connections, which
+        must be no other's. An NCCL group that the user gave is taken as it is.
         """
-        if self.device.type == "cpu" or self.data is None:
-            return self.data
-        if self.data is dist.group.WORLD:
+        if self.data is None:
+            return None
+        if self.data is dist.group.WORLD or self.device.type == "cpu":
             return subgroup(self.data, [range(self.size)], timeout=self.timeout)
         _connect(self.data)
         return self.data
@@ -158,187 +170,22 @@ def _check_multiple(world_size: int, size: int | None) -> int:
     return size
 
 
-@dataclass(frozen=True, slots=True)
-class LocalInput:
-    """What one rank brings to a step.
-
-    Attributes:
-        streams: tokens of each local sequence, by stream; ``{"": …}`` where streams have no names.
-        conditioning: rows of ragged conditioning of each local sequence, by name.
-        error: what went wrong on this rank instead.
-    """
-
-    streams: Mapping[str, IntArray]
-    conditioning: Mapping[str, IntArray]
-    error: KnapFormerError | None = None
-
-    @classmethod
-    def collect(
-        cls,
-        parse: Callable[[], dict[str, IntArray]],
-        num_rows: int | None,
-        error: BaseException | None,
-        conditioning: Mapping[str, Any] | None,
-    ) -> LocalInput:
-        """Everything that can be wrong on this rank alone, as an error that is carried to all ranks.
-
-        Args:
-            parse: gives the streams, or raises.
-            num_rows, error, conditioning: see ``knapformer.Balancer.prepare``.
-        """
-        try:
-            if error is not None:
-                raise RankError(f"{type(error).__name__}: {error}")
-            streams = parse()
-            num_tokens = sum(int(part.sum()) for part in streams.values())
-            if num_rows is not None and num_tokens != num_rows:
-                raise LengthsError(f"the lengths sum to {num_tokens} tokens, the tensors have {num_rows} rows")
-            count = len(next(iter(streams.values())))
-            rows = parse_local_lengths(conditioning) if conditioning else {}
-            for name, part in rows.items():
-                if len(part) != count:
-                    raise LengthsError(f"conditioning {name!r} lists {len(part)} sequences, the lengths {count}")
-            return cls(streams, rows)
-        except Exception as failure:  # whatever it is, the other ranks wait
-            return cls({}, {}, carried(failure))
-
-
-def carried(error: Exception) -> KnapFormerError:
-    """As an error that can be raised on other ranks."""
-    return error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
-
-
-def gather_inputs(
-    group: BalancingGroup, local: LocalInput, configuration: Mapping[str, Any]
-) -> tuple[Lengths, dict[str, IntArray]]:
-    """The lengths, and ragged conditioning rows (S,), of all ranks. Every rank of the group calls it.
-
-    Raises:
-        KnapFormerError: of the type and with the text of the lowest rank's error, on all ranks, naming that rank.
-        DisagreementError: ranks run other configurations or versions, or name other streams; on all ranks.
-    """
-    columns = [*local.streams.values(), *local.conditioning.values()]
-    numbers = np.concatenate(columns) if columns and local.error is None else np.zeros(0, np.int64)
-    names = [list(local.streams), list(local.conditioning)] if local.error is None else []
-    counts = _agree(group, configuration, names, local.error, len(numbers))
-    gathered = _all_gather(group, numbers, counts)
-    tables = [own.reshape(len(columns), -1) for own in gathered]
-    num_streams = len(local.streams)
-    lengths = Lengths.from_streams([table[:num_streams] for table in tables], tuple(local.streams))
-    rows = np.concatenate([table[num_streams:] for table in tables], axis=1)
-    return lengths, dict(zip(local.conditioning, rows, strict=True))
-
-
-def _agree(
-    group: BalancingGroup,
-    configuration: Mapping[str, Any],
-    names: list[list[str]],
-    error: KnapFormerError | None,
-    number: int = 0,
-) -> list[int]:
-    """``number`` of every rank, where no rank has an error and all have the same configuration and names."""
-    header = [_hash(configuration), _hash(names), int(error is not None), number]
-    headers = _all_gather(group, np.asarray(header, np.int64))
-    if headers[:, 2].any() or (headers[:, :2] != headers[0, :2]).any():
-        content = {"configuration": configuration, "names": names, "error": _error_dict(error)}
-        raise _disagreement(group, json.dumps(content, default=_plain).encode())
-    numbers: list[int] = headers[:, 3].tolist()
-    return numbers
-
-
-def agree_on_plan(group: BalancingGroup, digest: bytes | None, error: KnapFormerError | None) -> None:
-    """Check that all ranks made the same plan. Every rank of the group calls it.
-
-    Args:
-        digest: 32 bytes of this rank's plan; None where planning failed.
-        error: why it failed.
-
-    Raises:
-        KnapFormerError: planning failed on a rank; the same on all ranks.
-        DisagreementError: the plans differ; on all ranks.
-    """
-    own = np.frombuffer(digest or bytes(32), np.int64)
-    table = _all_gather(group, np.append(own, int(error is not None)))
-    if table[:, -1].any():
-        text = json.dumps({"error": _error_dict(error)}).encode()
-        raise _disagreement(group, text)
-    differing = np.flatnonzero((table != table[0]).any(axis=1))
-    if len(differing):
-        raise DisagreementError(f"rank {differing[0]} made another plan than rank 0 from the same lengths")
-
-
-def _disagreement(group: BalancingGroup, text: bytes) -> KnapFormerError:
-    """Every rank's own words, gathered, as the one error that all ranks raise."""
-    said = [json.loads(words) for words in _gather_text(group, text)]
-    for rank, words in enumerate(said):
-        if words["error"] is not None:
-            kind = next((e for e in _ERRORS if e.__name__ == words["error"][0]), RankError)
-            same = all(other["error"] == words["error"] for other in said)
-            return kind(words["error"][1] if same and kind is not RankError else f"rank {rank}: {words['error'][1]}")
-    for rank, words in enumerate(said):
-        for key, value in words["configuration"].items():
-            if value != said[0]["configuration"].get(key):
-                return DisagreementError(
-                    f"rank {rank} has {key} {value!r}, rank 0 has {said[0]['configuration'].get(key)!r}"
-                )
-        if words["names"] != said[0]["names"]:
-            return DisagreementError(
-                f"rank {rank} names streams and conditioning {words['names']}, rank 0 {said[0]['names']}"
-            )
-    return DisagreementError("ranks disagree, but say the same: a hash collision")
-
-
 def gather_values(group: BalancingGroup, value: Any) -> list[Any]:
     """Every rank's value, in order of rank. Every rank of the group calls it.
 
     Args:
         value: anything that JSON holds.
     """
-    return [json.loads(text) for text in _gather_text(group, json.dumps(value).encode())]
+    _note(group, "gather_values")
+    return [json.loads(text) for text in gather_text(group, json.dumps(value).encode())]
 
 
 def wait_for_all(group: BalancingGroup) -> None:
     """Return once every rank of the group has called this. It does not wait for devices."""
-    _all_gather(group, np.zeros(1, np.int64))
+    _note(group, "wait_for_all")
+    all_gather(group, np.zeros(1, np.int64))
 
 
-def _gather_text(group: BalancingGroup, text: bytes) -> list[bytes]:
-    sizes = _all_gather(group, np.asarray([len(text)], np.int64))[:, 0].tolist()
-    padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8), np.int64)
-    gathered = _all_gather(group, padded, [-(-size // 8) for size in sizes])
-    return [own.tobytes()[:size] for own, size in zip(gathered, sizes, strict=True)]
-
-
-def _all_gather(group: BalancingGroup, numbers: np.ndarray, counts: list[int] | None = None) -> Any:
-    """(N, n) where all ranks bring n numbers; else a list of N arrays of ``counts`` numbers."""
-    if group.control is None:
-        return numbers[None] if counts is None else [numbers]
-    longest = len(numbers) if counts is None else max(counts)
-    own = torch.zeros(longest, dtype=torch.int64)
-    own[: len(numbers)] = torch.from_numpy(np.array(numbers, np.int64))
-    table = torch.empty(group.size, longest, dtype=torch.int64)
-    if longest:
-        # The name of torch 2.13; before, and with a warning since, it is all_gather_into_tensor.
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(table.view(-1), own, group=group.control)
-    rows = table.numpy()
-    return rows if counts is None else [row[:count] for row, count in zip(rows, counts, strict=True)]
-
-
-def _error_dict(error: KnapFormerError | None) -> list[str] | None:
-    return None if error is None else [type(error).__name__, str(error)]
-
-
-def _hash(content: Any) -> int:
-    """63 bits that are the same on every machine."""
-    return (
-        int.from_bytes(
-            hashlib.sha256(json.dumps(content, sort_keys=True, default=_plain).encode()).digest()[:8], "little"
-        )
-        >> 1
-    )
-
-
-def _plain(value: Any) -> Any:
-    """What JSON holds of anything else; a rank that could not say what it has would leave the others waiting."""
-    return value.tolist() if hasattr(value, "tolist") else repr(value)
+def _note(group: BalancingGroup, what: str) -> None:
+    if group.calls is not None:
+        group.calls.outside(Description(what))

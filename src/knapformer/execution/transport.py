@@ -6,13 +6,17 @@ parts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from datetime import timedelta
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from knapformer.execution.calls import Call, Calls, Waiting
 
 
 @dataclass(slots=True)
@@ -86,11 +90,17 @@ class Messages:
     Attributes:
         peers: ranks of the group, not this one.
         bytes_from, bytes_to: bytes that come from each of them, and that go to it.
+        call: which call they belong to, where ranks tell calls apart.
     """
 
     peers: Sequence[int]
     bytes_from: Sequence[int]
     bytes_to: Sequence[int]
+    call: Call | None = None
+
+    def tags(self, num_bytes: Sequence[int]) -> list[int]:
+        """For each peer's message; 0 where calls are not told apart."""
+        return [0 if self.call is None else self.call.tag(n) for n in num_bytes]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,12 +125,12 @@ def send_and_receive(received: Tensor, sent: Tensor, messages: Messages, group: 
     if sent.device.type != "cpu":
         return _in_one_batch(taken, put, messages.peers, group)
     works = []
-    for peer, part in zip(messages.peers, taken, strict=True):
+    for peer, part, tag in zip(messages.peers, taken, messages.tags(messages.bytes_to), strict=True):
         if part.numel():
-            works.append(dist.isend(part, group=group, group_dst=peer))
-    for peer, part in zip(messages.peers, put, strict=True):
+            works.append(dist.isend(part, group=group, group_dst=peer, tag=tag))
+    for peer, part, tag in zip(messages.peers, put, messages.tags(messages.bytes_from), strict=True):
         if part.numel():
-            works.append(dist.irecv(part, group=group, group_src=peer))
+            works.append(dist.irecv(part, group=group, group_src=peer, tag=tag))
     return [work for work in works if work is not None]
 
 
@@ -146,14 +156,156 @@ class Channel:
         rank: this rank.
         meter: counts, where wanted.
         scratch: buffers of exchanges on the CPU.
+        calls: tells calls apart, where wanted.
     """
 
     transport: Transport | None
     rank: int
     meter: Meter | None = None
     scratch: Scratch = field(default_factory=Scratch)
+    calls: Calls | None = None
 
     @classmethod
-    def over(cls, group: dist.ProcessGroup | None, rank: int, meter: Meter | None = None) -> Channel:
+    def over(
+        cls, group: dist.ProcessGroup | None, rank: int, meter: Meter | None = None, calls: Calls | None = None
+    ) -> Channel:
         """Over a process group."""
-        return cls(None if group is None else GroupTransport(group), rank, meter)
+        return cls(None if group is None else GroupTransport(group), rank, meter, calls=calls)
+
+    def wait(self, works: Sequence[Waits], call: Call | None, peers: Sequence[int]) -> None:
+        """Until an exchange is through.
+
+        Raises:
+            KnapFormerError: see ``Calls.wait``.
+        """
+        if self.calls is not None and call is not None:
+            self.calls.wait(works, Waiting(call, peers))
+            return
+        for work in works:
+            work.wait()
+
+
+NO_TAG = 0x7FFFFFFE
+"""Of a receive that nothing is ever sent for."""
+
+
+def end_waits(group: dist.ProcessGroup) -> None:
+    """End everything that this rank waits for in a gloo group, in another thread: it then raises. No collective.
+
+    A receive that times out ends all of them, and the group's connections. Where a peer has closed its own already, a
+    receive from it is refused at once, which ends nothing else; hence one peer after another.
+    """
+    for peer in range(dist.get_world_size(group)):
+        if peer == dist.get_rank(group):
+            continue
+        try:
+            work = dist.irecv(torch.empty(1), group=group, group_src=peer, tag=NO_TAG)
+            assert work is not None
+            work.wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "imed out" in str(error):
+                return
+
+
+def combined(
+    numbers: Sequence[int],
+    members: Sequence[int],
+    calls: Calls,
+    call: Call,
+    tag: Callable[[int], int],
+    group: dist.ProcessGroup,
+) -> list[int]:
+    """The bitwise or of the first number of all members, and the largest of each other one.
+
+    Every rank of ``members`` calls it, and no other. It takes a message to and from one other member in each of
+    log₂(members) rounds, on the host.
+
+    Args:
+        numbers: this rank's.
+        members: ranks of ``group``, this one among them; the same on all of them.
+        calls: this rank's.
+        call: in which they do it.
+        tag: of the messages of each round.
+        group: gloo.
+    """
+    found, me, size = torch.tensor(numbers, dtype=torch.int64), members.index(calls.rank), len(members)
+    step = 1
+    while step < size:
+        to, by = members[(me + step) % size], members[(me - step) % size]
+        other = torch.empty_like(found)
+        waiting = Waiting(call, sorted({to, by}))
+        try:
+            works = [
+                dist.isend(found, group=group, group_dst=to, tag=tag(step)),
+                dist.irecv(other, group=group, group_src=by, tag=tag(step)),
+            ]
+        except RuntimeError as error:  # the group's connections are gone
+            calls.explain(error, waiting)
+        calls.wait(works, waiting)
+        mask = found[0] | other[0]
+        found = torch.maximum(found, other)
+        found[0] = mask
+        step *= 2
+    return [int(number) for number in found.tolist()]
+
+
+FIXED = 8
+"""Numbers in a gathered message whose size all ranks know: all of them are alike, whatever a rank takes one for."""
+
+
+class Members(Protocol):
+    """Ranks that gather something; see ``knapformer.execution.groups.BalancingGroup``."""
+
+    @property
+    def control(self) -> dist.ProcessGroup | None: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def size(self) -> int: ...
+
+    @property
+    def calls(self) -> Calls | None: ...
+
+
+def gather_text(group: Members, text: bytes) -> list[bytes]:
+    """Every rank's text, in order of rank. Every rank of the group calls it."""
+    sizes = all_gather(group, np.asarray([len(text)], np.int64))[:, 0].tolist()
+    padded = np.frombuffer(text.ljust(-(-len(text) // 8) * 8), np.int64)
+    gathered = all_gather(group, padded, [-(-size // 8) for size in sizes])
+    return [own.tobytes()[:size] for own, size in zip(gathered, sizes, strict=True)]
+
+
+def all_gather(group: Members, numbers: np.ndarray, counts: list[int] | None = None) -> Any:
+    """(N, n) where all ranks bring n numbers, at most ``FIXED``; else a list of N arrays of ``counts`` numbers.
+
+    Every rank of the group calls it.
+    """
+    if group.control is None:
+        return numbers[None] if counts is None else [numbers]
+    longest = FIXED if counts is None else max(counts)
+    own = torch.zeros(longest, dtype=torch.int64)
+    own[: len(numbers)] = torch.from_numpy(np.array(numbers, np.int64))
+    table = torch.empty(group.size, longest, dtype=torch.int64)
+    if longest:
+        _gather_into(table, own, group)
+    rows = table.numpy()
+    if counts is None:
+        return rows[:, : len(numbers)]
+    return [row[:count] for row, count in zip(rows, counts, strict=True)]
+
+
+def _gather_into(table: torch.Tensor, own: torch.Tensor, group: Members) -> None:
+    """Every rank of the group calls it."""
+    # The name of torch 2.13; before, and with a warning since, it is all_gather_into_tensor.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    if group.calls is None:
+        gather(table.view(-1), own, group=group.control)
+        return
+    waiting = Waiting(group.calls.gathering, [rank for rank in range(group.size) if rank != group.rank])
+    try:
+        work = gather(table.view(-1), own, group=group.control, async_op=True)
+    except RuntimeError as error:  # the group's connections are gone
+        group.calls.explain(error, waiting)
+    group.calls.wait([work], waiting)

@@ -75,7 +75,8 @@ def _measure(group: BalancingGroup, groups: list[list[int]], sent_bytes: Sequenc
     peers = [rank for rank in range(size) if rank != dist.get_rank(own)]
     samples = []
     for num_bytes in sent_bytes:
-        messages = Messages(peers, *[[num_bytes // len(peers)] * len(peers)] * 2)
+        parts = [num_bytes // len(peers)] * len(peers)
+        messages = Messages(peers, parts, parts)
         sent = torch.ones(sum(messages.bytes_to), dtype=torch.uint8, device=group.device)
         received = torch.empty_like(sent)
         seconds = []
