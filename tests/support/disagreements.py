@@ -14,7 +14,7 @@ from torch import Tensor
 
 from knapformer import Balancer, CostModel, errors
 from knapformer.models import MMDiT, MMDiTConfig, local_attention
-from knapformer.parallel import checkpoint
+from knapformer.training.parallel import checkpoint
 
 HEADS, WIDTH, RANKS = 6, 8, 3
 COST = CostModel(hidden=HEADS * WIDTH, num_heads=HEADS)
@@ -304,14 +304,14 @@ CASES = {
         attention_gradients,
         2,
         "DisagreementError",
-        r"rank 0 waits in .*scale [\d.]+, 3 tensors of float32, width 8; .*with gradients",
+        r"rank [01] waits in .*scale [\d.]+, 3 tensors of float32, width 8; rank 2 .*with gradients",
     ),
     "one layer more": Case(
         "one attention call more",
         one_layer_more,
         1,
         "DisagreementError",
-        "rank 0 .*restore.*rank 1 .*attention",
+        "restore.*rank 1 .*attention|rank 1 .*attention.*restore",
     ),
     "kinds of prepare": Case(
         "prepare_micro_batches on one rank",
@@ -326,7 +326,7 @@ CASES = {
         backward_order_of_models,
         1,
         "DisagreementError",
-        r"rank 0 waits in step 1, .*attention.*; rank 1 waits in step 2, .*attention",
+        r"step 1, (backward of )?call \d+: attention.*step 2, |step 2, (backward of )?call \d+: attention.*step 1, ",
     ),
     "validation passes": Case(
         "two passes without gradients on one rank, three on the others",
@@ -340,7 +340,7 @@ CASES = {
         skipped_backward,
         1,
         "DisagreementError",
-        r"rank 0 waits in step 1, backward.*rank 1 waits in prepare of step 2",
+        r"rank 1 waits in prepare of step 2.*waits in step 1, back|step 1, back.*rank 1 waits in prepare of step 2",
     ),
     "skipped backward, nothing moved": Case(
         "the same, under a plan that moves nothing",
@@ -355,7 +355,7 @@ CASES = {
         no_gradients_in_the_step,
         1,
         "DisagreementError",
-        r"rank 0 waits in step 1, call 1: route .*; rank 1 waits in",
+        r"rank [02] waits in step 1, call 1: route .*\(6, 8\)(;|$)",
     ),
     "one forward pass more": Case(
         "one rank alone routes the rows once more", one_sample_more, 1, "DisagreementError", "rank 1 waits in step 1"
@@ -366,7 +366,7 @@ CASES = {
         other_balancer,
         1,
         "DisagreementError",
-        r"rank 1 waits in prepare of step 1 by balancer (\S+); rank 2 waits in prepare of step 1 by balancer (?!\1)",
+        r"rank . waits in prepare of step 1 by balancer (\S+); rank . waits in prepare of step 1 by balancer (?!\1)",
     ),
     "other lengths": Case(
         "rows of a batch in another order",

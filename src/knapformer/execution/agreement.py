@@ -114,7 +114,7 @@ def agree(
         content = {"configuration": configuration, "names": names, "error": _error_dict(error)}
         if transcript is not None and calls is not None:
             content |= {
-                "calls": transcript.told(),
+                "calls": list(transcript.told()),
                 "failures": [[type(e).__name__, naming(calls.rank, e)] for e in transcript.failures],
             }
         links = [] if transcript is None else [found() for found in transcript.links.values()]
@@ -205,8 +205,9 @@ def _other_calls(said: Sequence[Mapping[str, Any]], headers: Any, label: IntArra
             if len(own) != len(theirs):
                 kind, wrong = max(own, theirs, key=len)[min(len(own), len(theirs))]
                 return as_error(kind, wrong)
-            found = first_difference([said[other]["calls"], words["calls"]], [other, rank])
-            return DisagreementError(found or "ranks disagree, but say the same: a hash collision")
+            told = zip(said[other]["calls"], words["calls"], strict=True)
+            found = [first_difference(calls, [other, rank]) for calls in told]
+            return DisagreementError(next(filter(None, found), "ranks disagree, but say the same: a hash collision"))
     return None
 
 

@@ -102,11 +102,15 @@ class Call(NamedTuple):
     @property
     def text(self) -> str:
         """In words."""
+        return self.name + (", with gradients" if self.has_grad and not self.is_backward else "")
+
+    @property
+    def name(self) -> str:
+        """In words, whether or not it needs gradients."""
         step = f"{self.step}" if not self.part else f"{self.step}, micro-step {self.part}"
-        gradients = ", with gradients" if self.has_grad and not self.is_backward else ""
-        if self.what in (PREPARE, CHECK):
+        if not self.place:
             return f"{self.what.text} of step {step}"
-        return f"step {step}, {'backward of ' * self.is_backward}call {self.place}: {self.what.text}{gradients}"
+        return f"step {step}, {'backward of ' * self.is_backward}call {self.place}: {self.what.text}"
 
 
 class Waiting(NamedTuple):
@@ -122,7 +126,7 @@ class Transcript:
 
     Attributes:
         window: how many transcripts the balancer had before this one.
-        calls: the last ones of them.
+        calls: the last ones of them, and whether each was made outside of backward passes.
         forward: digest of the calls outside of backward passes, gradients left out: the same on all ranks.
         backward: of which steps something ran backward; the same on all ranks.
         everything: digest of all calls in their order: the same on ranks that a step connects.
@@ -131,7 +135,7 @@ class Transcript:
     """
 
     window: int
-    calls: list[Call] = field(default_factory=list)
+    calls: list[tuple[Call, bool]] = field(default_factory=list)
     forward: int = 0
     backward: int = 0
     everything: int = 0
@@ -141,11 +145,12 @@ class Transcript:
 
     def note(self, call: Call) -> None:
         """Add a call."""
-        self.calls.append(call)
+        is_forward = not is_backward_running()
+        self.calls.append((call, is_forward))
         if len(self.calls) > MOST_REMEMBERED:
             del self.calls[: MOST_REMEMBERED // 2]
         self.everything = (self.everything + call.key) * FACTOR & WORD
-        if not is_backward_running():
+        if is_forward:
             own = call.what.code + call.step * STEP + call.part * PART
             self.forward = (self.forward + own) * FACTOR & WORD
         elif (call.step, call.part) not in self._ran_backward:
@@ -157,9 +162,9 @@ class Transcript:
         """What all ranks have in common, and what those have that a step connects."""
         return (self.forward ^ self.backward) & WORD, self.everything
 
-    def told(self) -> list[str]:
-        """Each call in words."""
-        return [call.text for call in self.calls]
+    def told(self) -> tuple[list[str], list[str]]:
+        """What ``digests`` are of, in words."""
+        return [call.name for call, is_forward in self.calls if is_forward], [call.text for call, _ in self.calls]
 
 
 class Calls:

@@ -177,7 +177,7 @@ def state_of(calls: Calls, waiting: Waiting | None) -> State:
             transcript = c.transcript
             made[c.name] = {
                 "window": transcript.window,
-                "keys": _packed(call.key for call in list(transcript.calls)),
+                "keys": _packed(call.key for call, _ in list(transcript.calls)),
                 "failures": [[type(e).__name__, naming(c.rank, e)] for e in list(transcript.failures)],
             }
     state: dict[str, Any] = {"name": calls.name, "made": made, "waits": None, "peers": []}
