@@ -7,6 +7,8 @@
 //      bandwidth. Inside and between nodes are added. Each exchange adds the latency once for each rank that it sends to or receives from.
 //   Makespan. A rank in no meeting takes linear + attention. A meeting takes the largest linear phase, the largest attention and the
 //      largest communication of its ranks.
+// With two lanes all of this is taken lane by lane, and a rank takes the linear + attention of both, and the part of its speed that
+// the exchanges of both take from it (`interference`).
 #include "evaluation.hpp"
 
 #include <algorithm>
@@ -47,6 +49,10 @@ class Peers {
     add_one(b, a);
   }
 
+  void clear() {
+    for (auto& ranks : of_) ranks.clear();
+  }
+
   size_t count(int32_t r) {
     unite(of_[r]);
     return of_[r].size();
@@ -80,7 +86,6 @@ class Evaluator {
         before_peers_(problem.latency_s > 0.0 ? problem.num_ranks : 0),
         after_peers_(problem.latency_s > 0.0 ? problem.num_ranks : 0) {
     const auto n = static_cast<size_t>(problem.num_ranks);
-    for (auto& flow : flows_) flow.fill(0.0);
     result_.linear_s.assign(n, 0.0);
     result_.attention_s.assign(n, 0.0);
     result_.communication_s.assign(n, 0.0);
@@ -91,12 +96,17 @@ class Evaluator {
   }
 
   Evaluation run() {
-    for (int32_t s = 0; s < v_.num_sequences; ++s) {
-      add_loads(s);
-      collect_ranks(s);
-      if (ranks_.size() > 1) add_traffic(s);
+    for (int32_t lane = 0; lane < v_.num_lanes; ++lane) {
+      begin_lane();
+      for (int32_t s = 0; s < v_.num_sequences; ++s) {
+        if (v_.lane_of(s) != lane) continue;
+        add_loads(s);
+        collect_ranks(s);
+        if (ranks_.size() > 1) add_traffic(s);
+      }
+      end_lane();
     }
-    finish();
+    add_ranks();
     return std::move(result_);
   }
 
@@ -109,13 +119,24 @@ class Evaluator {
     int64_t tokens = 0, kv_heads = 0, full_heads = 0;
   };
 
+  void begin_lane() {
+    const auto n = static_cast<size_t>(p_.num_ranks);
+    lane_.linear_s.assign(n, 0.0);
+    lane_.attention_s.assign(n, 0.0);
+    lane_.communication_s.assign(n, 0.0);
+    for (auto& flow : flows_) flow.fill(0.0);
+    before_peers_.clear();
+    after_peers_.clear();
+    meetings_.clear();
+  }
+
   // Loads.
   void add_loads(int32_t s) {
     for (int64_t k = v_.segment_offsets[s]; k < v_.segment_offsets[s + 1]; ++k) {
       const int32_t r = v_.segment_rank[k];
       const int64_t tokens = v_.segment_end[k] - v_.segment_start[k];
       result_.tokens[r] += tokens;
-      result_.linear_s[r] += static_cast<double>(tokens) * p_.linear_s_per_token / p_.speeds[r];
+      lane_.linear_s[r] += static_cast<double>(tokens) * p_.linear_s_per_token / p_.speeds[r];
       if (r != p_.homes[s]) result_.moved_tokens += tokens;
     }
     const double area = static_cast<double>(p_.num_heads) * static_cast<double>(p_.lengths[s]);
@@ -123,7 +144,7 @@ class Evaluator {
       const auto heads = static_cast<double>(v_.tile_head_end[k] - v_.tile_head_start[k]);
       const auto rows = static_cast<double>(v_.tile_query_end[k] - v_.tile_query_start[k]);
       const int32_t r = v_.tile_rank[k];
-      result_.attention_s[r] += p_.attention_s[s] * (heads * rows / area) / p_.speeds[r];
+      lane_.attention_s[r] += p_.attention_s[s] * (heads * rows / area) / p_.speeds[r];
     }
   }
 
@@ -241,34 +262,54 @@ class Evaluator {
   }
 
   // Communication and makespan.
-  void finish() {
-    auto& e = result_;
+  void end_lane() {
     for (int32_t r = 0; r < p_.num_ranks; ++r) {
-      const auto& f = flows_[r];
-      const double near = std::max(f[kBeforeOutNear], f[kBeforeInNear]) + std::max(f[kAfterOutNear], f[kAfterInNear]);
-      const double far = std::max(f[kBeforeOutFar], f[kBeforeInFar]) + std::max(f[kAfterOutFar], f[kAfterInFar]);
-      e.communication_s[r] = p_.communication_scale * (near / p_.intra_bytes_per_s + far / p_.inter_bytes_per_s);
-      if (p_.latency_s > 0.0) {
-        const auto peers = static_cast<double>(before_peers_.count(r) + after_peers_.count(r));
-        e.communication_s[r] += p_.communication_scale * p_.latency_s * peers;
-      }
-      e.makespan_s = std::max(e.makespan_s, e.linear_s[r] + e.attention_s[r]);
+      lane_.communication_s[r] = communication_s(r);
+      result_.linear_s[r] += lane_.linear_s[r];
+      result_.attention_s[r] += lane_.attention_s[r];
+      result_.communication_s[r] += lane_.communication_s[r];
     }
     for (const auto& ranks : meetings_) {
       double linear = 0.0, attention = 0.0, communication = 0.0;
       for (int32_t r : ranks) {
-        linear = std::max(linear, e.linear_s[r]);
-        attention = std::max(attention, e.attention_s[r]);
-        communication = std::max(communication, e.communication_s[r]);
+        linear = std::max(linear, lane_.linear_s[r]);
+        attention = std::max(attention, lane_.attention_s[r]);
+        communication = std::max(communication, lane_.communication_s[r]);
       }
-      e.makespan_s = std::max(e.makespan_s, linear + attention + communication);
+      result_.makespan_s = std::max(result_.makespan_s, linear + attention + communication);
     }
-    e.num_meetings = static_cast<int64_t>(meetings_.size());
+    result_.num_meetings += static_cast<int64_t>(meetings_.size());
   }
+
+  double communication_s(int32_t r) {
+    const auto& f = flows_[r];
+    const double near = std::max(f[kBeforeOutNear], f[kBeforeInNear]) + std::max(f[kAfterOutNear], f[kAfterInNear]);
+    const double far = std::max(f[kBeforeOutFar], f[kBeforeInFar]) + std::max(f[kAfterOutFar], f[kAfterInFar]);
+    double seconds = p_.communication_scale * (near / p_.intra_bytes_per_s + far / p_.inter_bytes_per_s);
+    if (p_.latency_s > 0.0) {
+      const auto peers = static_cast<double>(before_peers_.count(r) + after_peers_.count(r));
+      seconds += p_.communication_scale * p_.latency_s * peers;
+    }
+    return seconds;
+  }
+
+  void add_ranks() {
+    const double interference = v_.num_lanes > 1 ? p_.interference : 0.0;
+    auto& e = result_;
+    for (int32_t r = 0; r < p_.num_ranks; ++r) {
+      e.makespan_s = std::max(e.makespan_s, e.linear_s[r] + e.attention_s[r] + interference * e.communication_s[r]);
+    }
+  }
+
+  // Of the lane that is being added up.
+  struct Lane {
+    std::vector<double> linear_s, attention_s, communication_s;  // (N,)
+  };
 
   const Problem& p_;
   const PlanView& v_;
-  Evaluation result_;
+  Evaluation result_;  // of all lanes
+  Lane lane_;
   std::vector<std::array<double, kFlows>> flows_;
   Peers before_peers_, after_peers_;  // only where there is a latency
   std::vector<Local> local_;

@@ -3,13 +3,16 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <tuple>
 #include <utility>
 
 #include "simple_planners.hpp"
 #include "bounds.hpp"
 #include "evaluation.hpp"
+#include "lanes/lanes.hpp"
 #include "moldable/moldable.hpp"
 #include "problem.hpp"
 
@@ -34,7 +37,7 @@ nb::object move_out(std::vector<T>&& values) {
 }
 
 nb::tuple columns_out(PlanColumns&& c) {
-  return nb::make_tuple(move_out(std::move(c.segment_offsets)), move_out(std::move(c.segment_rank)),
+  return nb::make_tuple(move_out(std::move(c.lane)), move_out(std::move(c.segment_offsets)), move_out(std::move(c.segment_rank)),
                         move_out(std::move(c.segment_start)), move_out(std::move(c.segment_end)),
                         move_out(std::move(c.tile_offsets)), move_out(std::move(c.tile_rank)),
                         move_out(std::move(c.tile_head_start)), move_out(std::move(c.tile_head_end)),
@@ -56,7 +59,8 @@ nb::object solve(Planner planner) {
 void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, Input<double> attention_s,
                   double linear_s_per_token, int32_t num_heads, Input<double> speeds, Input<int32_t> nodes,
                   double intra_bytes_per_s, double inter_bytes_per_s, double communication_scale,
-                  double bytes_per_head_token, double latency_s, const std::optional<Input<int64_t>>& max_tokens) {
+                  double bytes_per_head_token, double latency_s, double interference,
+                  const std::optional<Input<int64_t>>& max_tokens) {
   new (self) Problem();
   self->lengths = copy_in(lengths);
   self->homes = copy_in(homes);
@@ -71,23 +75,43 @@ void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, I
   self->communication_scale = communication_scale;
   self->bytes_per_head_token = bytes_per_head_token;
   self->latency_s = latency_s;
+  self->interference = interference;
   self->max_tokens = max_tokens ? copy_in(*max_tokens) : std::vector<int64_t>(self->speeds.size(), kNoCap);
   self->prepare();
 }
 
-nb::dict evaluate_arrays(const Problem& problem, Input<int64_t> segment_offsets, Input<int32_t> segment_rank,
-                         Input<int64_t> segment_start, Input<int64_t> segment_end, Input<int64_t> tile_offsets,
-                         Input<int32_t> tile_rank, Input<int32_t> tile_head_start, Input<int32_t> tile_head_end,
-                         Input<int64_t> tile_query_start, Input<int64_t> tile_query_end) {
-  const PlanView view{problem.num_sequences(), segment_offsets.data(), segment_rank.data(), segment_start.data(),
-                      segment_end.data(), tile_offsets.data(), tile_rank.data(), tile_head_start.data(),
-                      tile_head_end.data(), tile_query_start.data(), tile_query_end.data()};
+// The columns as columns_out gives them.
+using ColumnArguments = std::tuple<Input<int8_t>, Input<int64_t>, Input<int32_t>, Input<int64_t>, Input<int64_t>, Input<int64_t>,
+                                   Input<int32_t>, Input<int32_t>, Input<int32_t>, Input<int64_t>, Input<int64_t>>;
+
+PlanView view_of(const Problem& problem, const ColumnArguments& columns) {
+  return std::apply(
+      [&](const auto& lane, const auto&... others) {
+        const bool has_lanes = lane.shape(0) > 0;
+        return PlanView{problem.num_sequences(), has_lanes ? 2 : 1, has_lanes ? lane.data() : nullptr, others.data()...};
+      },
+      columns);
+}
+
+nb::object deal_lanes(const Problem& problem, const ColumnArguments& columns) {
+  std::vector<int8_t> lane;
+  {
+    const PlanView view = view_of(problem, columns);
+    nb::gil_scoped_release release;
+    lane = deal(problem, view);
+  }
+  return move_out(std::move(lane));
+}
+
+nb::dict evaluate_arrays(const Problem& problem, const ColumnArguments& columns) {
+  const PlanView view = view_of(problem, columns);
   Evaluation e;
   double tight_s = 0.0;
   {
     nb::gil_scoped_release release;
     e = evaluate(problem, view);
-    tight_s = tight_bound_s(problem);
+    // The tight bound counts communication that nobody computes during; two lanes do.
+    tight_s = view.num_lanes > 1 ? problem.lower_bound_s() : tight_bound_s(problem);
   }
   nb::dict out;
   out["makespan_s"] = e.makespan_s;
@@ -111,12 +135,15 @@ NB_MODULE(_core, m) {
       .def("__init__", &init_problem, nb::arg("lengths"), nb::arg("homes"), nb::arg("attention_s"),
            nb::arg("linear_s_per_token"), nb::arg("num_heads"), nb::arg("speeds"), nb::arg("nodes"),
            nb::arg("intra_bytes_per_s"), nb::arg("inter_bytes_per_s"), nb::arg("communication_scale"),
-           nb::arg("bytes_per_head_token"), nb::arg("latency_s"), nb::arg("max_tokens").none());
+           nb::arg("bytes_per_head_token"), nb::arg("latency_s"), nb::arg("interference"),
+           nb::arg("max_tokens").none());
   m.def("evaluate", &evaluate_arrays);
+  m.def("deal_lanes", &deal_lanes);
   m.def("home", [](const Problem& p) { return solve([&] { return std::optional(plan_home(p)); }); });
   m.def("whole", [](const Problem& p) { return solve([&] { return plan_whole(p); }); });
   m.def("ulysses", [](const Problem& p) { return solve([&] { return std::optional(plan_ulysses(p)); }); });
   m.def("moldable", [](const Problem& p) { return solve([&] { return std::optional(plan_moldable(p)); }); });
+  m.def("two_lanes", [](const Problem& p) { return solve([&] { return std::optional(plan_two_lanes(p)); }); });
   m.def("bags", [](const Problem& p, const std::vector<int32_t>& sizes) {
     return solve([&] { return std::optional(plan_bags(p, sizes)); });
   });

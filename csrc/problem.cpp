@@ -87,6 +87,8 @@ void PlanColumns::add_placement(Placement&& placement) {
 
 PlanView PlanColumns::view() const {
   return {static_cast<int32_t>(segment_offsets.size()) - 1,
+          lane.empty() ? 1 : 2,
+          lane.empty() ? nullptr : lane.data(),
           segment_offsets.data(),
           segment_rank.data(),
           segment_start.data(),

@@ -24,7 +24,8 @@ struct Problem {
   double inter_bytes_per_s = 0.0;
   double communication_scale = 0.0;
   double bytes_per_head_token = 0.0;
-  double latency_s = 0.0;  // of each exchange, once for each peer
+  double latency_s = 0.0;     // of each exchange, once for each peer
+  double interference = 0.0;  // part of a rank's speed that a running exchange takes, where two lanes take turns
   std::vector<int64_t> max_tokens;  // (N,) hard caps; kNoCap where there is none
 
   // Derived once by `prepare`.
@@ -62,6 +63,8 @@ Placement whole_on(const Problem& problem, int32_t sequence, int32_t rank);
 // Borrowed columns of a plan: those of PlanColumns, or NumPy's.
 struct PlanView {
   int32_t num_sequences;
+  int32_t num_lanes;    // 1 or 2
+  const int8_t* lane;  // of each sequence; null where there is one lane
   const int64_t* segment_offsets;
   const int32_t* segment_rank;
   const int64_t* segment_start;
@@ -72,10 +75,13 @@ struct PlanView {
   const int32_t* tile_head_end;
   const int64_t* tile_query_start;
   const int64_t* tile_query_end;
+
+  int32_t lane_of(int32_t s) const { return lane == nullptr ? 0 : lane[s]; }
 };
 
 // A plan, sequence after sequence: offsets and flat columns (segments by start; tiles by head, then query row).
 struct PlanColumns {
+  std::vector<int8_t> lane;  // (S,) 0 or 1; empty where there is one lane
   std::vector<int64_t> segment_offsets{0};
   std::vector<int32_t> segment_rank;
   std::vector<int64_t> segment_start, segment_end;

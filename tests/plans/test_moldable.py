@@ -34,7 +34,7 @@ def others(case: Case) -> list[tuple[str, float, Any]]:
     plans = {name: getattr(_core, name)(problem) for name in ("home", "whole", "ulysses")}
     for topology in uniform_topologies(lengths.num_ranks):
         plans[f"bags {topology}"] = _core.bags(problem, list(topology.bag_sizes))
-    found = {name: _core.evaluate(problem, *columns) for name, columns in plans.items()}
+    found = {name: _core.evaluate(problem, columns) for name, columns in plans.items()}
     return [(name, e["makespan_s"], e["tokens"]) for name, e in found.items()]
 
 

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -40,6 +41,7 @@ class Placing:
     cost: Annotated[Path | None, typer.Option(help="A cost file (JSON).")] = None
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto"
+    lanes: Annotated[str, typer.Option(help="1, 2 (ranks take turns between two lanes) or auto.")] = "1"
 
     def read_cost(self) -> CostModel:
         """The cost model that is named."""
@@ -65,9 +67,9 @@ def plan(
     cost = placing.read_cost()
     layout = None if placing.topology is None else Topology.parse(placing.topology, placing.ranks_per_node)
     step, cap = read_lengths(lengths), parse_cap(placing.max_tokens_per_rank)
-    result, plan_ms = _timed(
-        lambda: make_plan(step, planner=placing.planner, topology=layout, cost=cost, max_tokens_per_rank=cap)
-    )
+    lanes = int(placing.lanes) if placing.lanes in ("1", "2") else placing.lanes
+    make = partial(make_plan, step, cost=cost, planner=placing.planner, topology=layout)
+    result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=lanes))
     evaluation = evaluate(result, cost)
     if printed.output is not None:
         printed.output.write_text(json.dumps(result.to_dict()) + "\n")
@@ -109,6 +111,7 @@ def _plan_summary(result: Plan, evaluation: Evaluation, plan_ms: float) -> dict[
     """What ``plan --json`` prints; times and bytes are one layer's forward, but for the step's."""
     return {
         "planner": result.planner,
+        "lanes": result.num_lanes,
         "num_ranks": result.world_size,
         "num_sequences": result.num_sequences,
         "num_tokens": int(result.lengths.sum()),
@@ -137,7 +140,7 @@ def _summary_table(summary: dict[str, Any], home_makespan_s: float) -> Table:
     cap = f", cap {max(caps):,}" if caps else ", no cap"
     sizes = "{num_sequences} sequences, {num_tokens:,} tokens on {num_ranks} ranks".format_map(summary)
     for name, value in (
-        ("plan", f"{summary['planner']}, {summary['plan_ms']:.2f} ms"),
+        ("plan", f"{summary['planner']}{' in two lanes' if summary['lanes'] > 1 else ''}, {summary['plan_ms']:.2f} ms"),
         ("step", sizes),
         ("makespan", f"{makespan_s * 1e3:.3f} ms a layer's forward, {over_bound}{speedup}"),
         ("training step", f"{summary['step_time_s']:.4g} s predicted"),

@@ -42,6 +42,8 @@ class Machine:
         nodes: node of each rank, where nodes are unequal; empty means rank // ranks_per_node.
         latency_s: of each exchange, once for each peer of a rank: α of the α-β model, in which a message of n bytes
             takes α + n·β (Hockney, The communication challenge for MPP, Parallel Computing 20, 1994).
+        interference: with two lanes, the part of a rank's speed that a running exchange takes; 0.1 is a guess until a
+            GPU has measured it.
     """
 
     ranks_per_node: int = 8
@@ -52,6 +54,7 @@ class Machine:
     speeds: tuple[float, ...] = ()
     nodes: tuple[int, ...] = ()
     latency_s: float = 0.0
+    interference: float = 0.1
 
     def __post_init__(self) -> None:
         _require_count("ranks_per_node", self.ranks_per_node)
@@ -62,7 +65,7 @@ class Machine:
             object.__setattr__(self, name, tuple(values))
         for name in ("intra_node_bytes_per_s", "inter_node_bytes_per_s", "bytes_per_element"):
             _require_positive(name, getattr(self, name))
-        for name in ("communication_scale", "latency_s"):
+        for name in ("communication_scale", "latency_s", "interference"):
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be a number >= 0, got {getattr(self, name)!r}")
         for speed in self.speeds:

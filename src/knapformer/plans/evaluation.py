@@ -21,11 +21,12 @@ class Evaluation:
     """Predicted cost of a plan; times and bytes of ONE layer's forward pass unless said otherwise.
 
     Attributes:
-        makespan_s: the slowest meeting or lone rank.
+        makespan_s: the slowest meeting or lone rank. With two lanes, the slowest meeting in a lane, or the rank that
+            computes longest in both.
         step_time_s: makespan × layers × pass factor.
         lower_bound_s: all work over all ranks' speeds.
         tight_bound_s: the lower bound with the communication that the sequences too heavy for one rank force; no legal
-            plan is faster (csrc/bounds.cpp derives it).
+            plan of one lane is faster (csrc/bounds.cpp derives it). With two lanes it is the lower bound.
         discrepancy: largest over mean linear + attention time of a rank, less 1.
         bytes: exchanged for attention.
         moved_tokens: tokens that leave their home rank, once per step.
@@ -70,19 +71,7 @@ def evaluate(plan: Plan, cost: CostModel | None = None) -> Evaluation:
     if plan.num_heads != cost.num_heads:
         raise ConfigurationError(f"the plan has {plan.num_heads} heads, the cost model {cost.num_heads}")
     problem = make_problem(plan.lengths, plan.homes, plan.world_size, cost)
-    out = _core.evaluate(
-        problem,
-        plan.segment_offsets,
-        plan.segment_rank,
-        plan.segment_start,
-        plan.segment_end,
-        plan.tile_offsets,
-        plan.tile_rank,
-        plan.tile_head_start,
-        plan.tile_head_end,
-        plan.tile_query_start,
-        plan.tile_query_end,
-    )
+    out = _core.evaluate(problem, plan.columns)
     busy = out["linear_s"] + out["attention_s"]
     return Evaluation(
         makespan_s=out["makespan_s"],

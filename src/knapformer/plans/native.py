@@ -2,28 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from knapformer import _core
 from knapformer.errors import CapacityError
-from knapformer.plans.plan import Plan
+from knapformer.given.cost import CostModel
+from knapformer.plans.plan import COLUMNS, Plan
 from knapformer.plans.problem import NO_CAP, make_problem
 from knapformer.plans.registry import Caps, Request, register_planner
-
-_COLUMNS = (
-    "segment_offsets",
-    "segment_rank",
-    "segment_start",
-    "segment_end",
-    "tile_offsets",
-    "tile_rank",
-    "tile_head_start",
-    "tile_head_end",
-    "tile_query_start",
-    "tile_query_end",
-)
 
 
 @register_planner("home", summary="nothing moves: plain data parallelism")
@@ -48,19 +37,25 @@ def _bags(request: Request) -> Plan:
 
 @register_planner("moldable", summary="what to split, over which ranks and how, anew for each step", caps=Caps.KEEPS)
 def _moldable(request: Request) -> Plan:
-    return _solve("moldable", request)
+    return _solve("moldable", request, function="two_lanes" if request.lanes > 1 else "moldable")
 
 
-def _solve(name: str, request: Request, *options: Any) -> Plan:
+def deal_lanes(plan: Plan, cost: CostModel) -> Plan:
+    """``plan`` with its sequences dealt to two lanes; unchanged where nothing is split."""
+    problem = make_problem(plan.lengths, plan.homes, plan.world_size, cost)
+    return replace(plan, lane=_core.deal_lanes(problem, plan.columns))
+
+
+def _solve(name: str, request: Request, *options: Any, function: str | None = None) -> Plan:
     lengths, caps = request.lengths, request.caps
     problem = make_problem(lengths.tokens, lengths.homes, lengths.num_ranks, request.cost, caps)
-    columns = getattr(_core, name)(problem, *options)
+    columns = getattr(_core, function or name)(problem, *options)
     if columns is None:
         raise CapacityError(
             f"{name} cannot place {lengths.num_tokens} tokens in whole sequences of up to "
             f"{int(lengths.tokens.max())} under caps of {min(caps)}..{max(caps)} tokens per rank, {sum(caps)} in all"
         )
-    arrays: dict[str, Any] = dict(zip(_COLUMNS, columns, strict=True))
+    arrays: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))
     counts = arrays["segment_end"] - arrays["segment_start"]
     check_caps(name, np.bincount(arrays["segment_rank"], counts, minlength=lengths.num_ranks), caps)
     return Plan(

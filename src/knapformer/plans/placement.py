@@ -38,6 +38,7 @@ class Placement(NamedTuple):
     home: int
     segments: tuple[Segment, ...]
     tiles: tuple[Tile, ...]
+    lane: int = 0
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -52,13 +53,8 @@ class Placement(NamedTuple):
             if queries != [0, self.length]:
                 tiles[-1]["queries"] = queries
         segments = [s._asdict() for s in self.segments]
-        return {
-            "id": self.id,
-            "length": self.length,
-            "home": self.home,
-            "tokens": segments,
-            "heads": tiles,
-        }
+        content = {"id": self.id, "length": self.length, "home": self.home, "tokens": segments, "heads": tiles}
+        return {**content, "lane": self.lane} if self.lane else content
 
 
 def check_cover(what: str, offsets: Array, start: Array, end: Array, total: Array) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ Array = npt.NDArray[Any]
 _DTYPES = {
     "lengths": np.int64,
     "homes": np.int32,
+    "lane": np.int8,
     "segment_offsets": np.int64,
     "segment_rank": np.int32,
     "segment_start": np.int64,
@@ -41,6 +42,14 @@ _DTYPES = {
     "tile_query_start": np.int64,
     "tile_query_end": np.int64,
 }
+
+
+COLUMNS = ("lane", *(name for name in _DTYPES if name.startswith(("segment", "tile"))))
+"""In the order in which C++ takes and gives them (csrc/module.cpp)."""
+
+
+def _one_lane() -> Array:
+    return np.zeros(0, np.int8)
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -58,6 +67,8 @@ class Plan:
         segment_rank, segment_start, segment_end: the segments of each sequence by start.
         tile_offsets: (S + 1,) the same for the tile columns.
         tile_rank, tile_head_start, tile_head_end, tile_query_start, tile_query_end: the tiles by head and query.
+        lane: (S,) 0 or 1, the lane that a sequence runs in, where ranks take turns between two lanes; empty where there
+            is one.
         group_offset: world rank of local rank 0, where balancing groups repeat.
         max_tokens_per_rank: caps under which the plan was made, one per rank; empty means none.
 
@@ -81,6 +92,7 @@ class Plan:
     tile_head_end: npt.NDArray[np.int32]
     tile_query_start: npt.NDArray[np.int64]
     tile_query_end: npt.NDArray[np.int64]
+    lane: npt.NDArray[np.int8] = field(default_factory=_one_lane)
     group_offset: int = 0
     max_tokens_per_rank: tuple[int, ...] = ()
 
@@ -96,6 +108,15 @@ class Plan:
     @property
     def num_sequences(self) -> int:
         return len(self.lengths)
+
+    @property
+    def num_lanes(self) -> int:
+        return 2 if len(self.lane) else 1
+
+    @property
+    def columns(self) -> tuple[Array, ...]:
+        """What a planner decided, in the order of ``COLUMNS``."""
+        return tuple(getattr(self, name) for name in COLUMNS)
 
     @property
     def segment_sequence(self) -> npt.NDArray[np.int64]:
@@ -134,6 +155,7 @@ class Plan:
             int(self.homes[sequence]),
             tuple(Segment(*s) for s in segments),
             tuple(Tile(*t) for t in tiles),
+            int(self.lane[sequence]) if len(self.lane) else 0,
         )
 
     def with_heads(self, num_heads: int, num_kv_heads: int | None = None) -> Plan:
@@ -182,6 +204,8 @@ class Plan:
             content["group_offset"] = self.group_offset
         if self.max_tokens_per_rank:
             content["max_tokens_per_rank"] = list(self.max_tokens_per_rank)
+        if len(self.lane):
+            content["lanes"] = 2
         content["sequences"] = [self.placement(i).to_dict() for i in range(self.num_sequences)]
         return content
 
@@ -217,6 +241,7 @@ class Plan:
                 planner=content.get("planner", ""),
                 group_offset=content.get("group_offset", 0),
                 max_tokens_per_rank=tuple(content.get("max_tokens_per_rank", ())),
+                lane=_read_lanes(content.get("lanes", 1), [s.get("lane", 0) for s in sequences]),
             )
         except PlanError:
             raise
@@ -306,8 +331,21 @@ def _check_sizes(plan: Plan) -> None:
         )
 
 
+def _read_lanes(num_lanes: Any, lane: list[Any]) -> Array:
+    """The column of lanes of a plan file."""
+    if num_lanes not in (1, 2) or isinstance(num_lanes, bool):
+        raise PlanError(f"a plan has 1 or 2 lanes, got {num_lanes!r}")
+    if num_lanes == 2:
+        return np.asarray(lane)
+    if any(lane):
+        raise PlanError("a plan of one lane has no sequence in another")
+    return _one_lane()
+
+
 def _check(plan: Plan) -> None:
     _check_sizes(plan)
+    if len(plan.lane) and (len(plan.lane) != plan.num_sequences or ((plan.lane < 0) | (plan.lane > 1)).any()):
+        raise PlanError(f"two lanes need 0 or 1 for each of {plan.num_sequences} sequences, got {plan.lane.tolist()}")
     if len(plan.lengths) and not 0 <= plan.lengths.min() <= plan.lengths.max() <= MAX_LENGTH_TOKENS:
         raise PlanError(f"lengths must be in 0..{MAX_LENGTH_TOKENS}, got {plan.lengths.min()}..{plan.lengths.max()}")
     if len(plan.homes) != plan.num_sequences:

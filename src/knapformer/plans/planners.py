@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from knapformer.errors import PlanError
+from knapformer.errors import ConfigurationError, PlanError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths
 from knapformer.given.topology import Topology
 from knapformer.plans import simpler  # noqa: F401  (registers the references, after the planners of native)
 from knapformer.plans.evaluation import Evaluation, evaluate
-from knapformer.plans.native import check_caps
+from knapformer.plans.native import check_caps, deal_lanes
 from knapformer.plans.plan import Plan
 from knapformer.plans.problem import Caps, as_lengths, as_topology, cost_on, rank_caps
 from knapformer.plans.registry import PLANNERS, Request, find_planner
@@ -31,6 +31,7 @@ def make_plan(
     max_tokens_per_rank: Caps = "auto",
     num_kv_heads: int | None = None,
     group_offset: int = 0,
+    lanes: int | str = 1,
 ) -> Plan:
     """Plan one step of one balancing group. The same arguments give the same plan on every rank and every run.
 
@@ -45,6 +46,8 @@ def make_plan(
             ``bags`` know no caps and fail where their plan breaks one.
         num_kv_heads: of the plan; default ``cost.num_heads``.
         group_offset: world rank of local rank 0.
+        lanes: 2 for ranks that take turns between two lanes, so that one computes while the other's exchange is under
+            way; ``"auto"`` for what the cost model calls faster. Where nothing is split there is one lane.
 
     Raises:
         ConfigurationError: an unknown planner, or a topology or machine that does not fit the ranks.
@@ -61,10 +64,30 @@ def make_plan(
     if found.needs_bags or topology.bag_sizes:
         topology.num_groups(lengths.num_ranks)
     num_kv_heads = cost.num_heads if num_kv_heads is None else num_kv_heads
-    plan = found.solve(Request(lengths, cost, caps, topology, num_kv_heads, group_offset))
-    if not plan.places(lengths):
+    plans = [
+        _checked(found.solve(request), request, planner)
+        for request in (
+            Request(lengths, cost, caps, topology, num_kv_heads, group_offset, number) for number in _lanes(lanes)
+        )
+    ]
+    return min(plans, key=lambda plan: evaluate(plan, cost).makespan_s) if len(plans) > 1 else plans[0]
+
+
+def _lanes(lanes: int | str) -> tuple[int, ...]:
+    """The numbers of lanes that are tried."""
+    if lanes == "auto":
+        return (1, 2)
+    if lanes not in (1, 2) or isinstance(lanes, bool):
+        raise ConfigurationError(f"lanes must be 1, 2 or 'auto', got {lanes!r}")
+    return (int(lanes),)
+
+
+def _checked(plan: Plan, request: Request, planner: str) -> Plan:
+    """``plan``, which must be for what was requested, with the request's scalars and lanes."""
+    if not plan.places(request.lengths):
         raise PlanError(f"planner {planner!r} gave a plan for other lengths, homes or ranks: {plan!r}")
-    check_caps(planner, plan.rank_tokens, caps)
-    if (plan.num_kv_heads, plan.group_offset, plan.max_tokens_per_rank) != (num_kv_heads, group_offset, caps):
-        plan = replace(plan, num_kv_heads=num_kv_heads, group_offset=group_offset, max_tokens_per_rank=caps)
-    return plan
+    check_caps(planner, plan.rank_tokens, request.caps)
+    kv_heads, offset, caps = request.num_kv_heads, request.group_offset, request.caps
+    if (plan.num_kv_heads, plan.group_offset, plan.max_tokens_per_rank) != (kv_heads, offset, caps):
+        plan = replace(plan, num_kv_heads=kv_heads, group_offset=offset, max_tokens_per_rank=caps)
+    return plan if request.lanes in (plan.num_lanes, 1) else deal_lanes(plan, request.cost)

@@ -117,6 +117,7 @@ def make_problem(
         communication_scale=machine.communication_scale,
         bytes_per_head_token=cost.bytes_per_head_token,
         latency_s=machine.latency_s,
+        interference=machine.interference,
         max_tokens=np.asarray([min(cap, NO_CAP) for cap in caps], np.int64) if len(caps) else None,
     )
 

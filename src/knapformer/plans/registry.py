@@ -43,6 +43,8 @@ class Request:
         topology: bags, for a planner that needs them.
         num_kv_heads: of the plan.
         group_offset: world rank of local rank 0.
+        lanes: 1, or 2 for a plan whose ranks take turns between two lanes. A planner may ignore it: ``make_plan`` then
+            deals the sequences of its plan to two lanes.
     """
 
     lengths: Lengths
@@ -51,6 +53,7 @@ class Request:
     topology: Topology
     num_kv_heads: int
     group_offset: int = 0
+    lanes: int = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)

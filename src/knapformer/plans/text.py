@@ -9,17 +9,20 @@
 
 A bare id is a whole sequence. ``[start:end]`` are the tokens that the rank holds, ``{heads}`` the heads that it
 computes and ``{heads@queries}`` only those rows of the queries. Homes and ranks without sequences have an empty row.
+A plan of two lanes says ``lanes=2``, and ``800/1`` is a sequence of 800 tokens in lane 1.
 """
 
 from __future__ import annotations
 
 import re
 
+import numpy as np
+
 from knapformer.errors import PlanError
 from knapformer.given.lengths import MAX_RANKS
 from knapformer.plans.plan import Plan
 
-_HEADER = re.compile(r"plan (.*?) world=(\d+) heads=(\d+) kv=(\d+)(?: offset=(\d+))?(?: cap=([\d,]+))?")
+_HEADER = re.compile(r"plan (.*?) world=(\d+) heads=(\d+) kv=(\d+)(?: offset=(\d+))?(?: cap=([\d,]+))?( lanes=2)?")
 _ROW = re.compile(r"(home|rank) (\d+) \|(.*)")
 _CELL = re.compile(r"(\d+)((?:\[\d+:\d+\]|\{\d+:\d+(?:@\d+:\d+)?\})*)")
 _PART = re.compile(r"\[(\d+):(\d+)\]|\{(\d+):(\d+)(?:@(\d+):(\d+))?\}")
@@ -32,11 +35,13 @@ def format_plan(plan: Plan) -> str:
         header += f" offset={plan.group_offset}"
     if plan.max_tokens_per_rank:
         header += " cap=" + ",".join(map(str, plan.max_tokens_per_rank))
+    if plan.num_lanes > 1:
+        header += " lanes=2"
     homes: list[list[str]] = [[] for _ in range(plan.world_size)]
     cells: list[dict[int, str]] = [{} for _ in range(plan.world_size)]
     for i, split in enumerate(plan.is_split.tolist()):
         place = plan.placement(i)
-        homes[place.home].append(str(place.length))
+        homes[place.home].append(f"{place.length}/1" if place.lane else str(place.length))
         if not split:
             for segment in place.segments:
                 cells[segment.rank][i] = str(i)
@@ -71,7 +76,7 @@ def parse_plan(text: str) -> Plan:
 
 
 def _parse_rows(match: re.Match[str], lines: list[str]) -> Plan:
-    planner, world, heads, kv, offset, cap = match.groups()
+    planner, world, heads, kv, offset, cap, lanes = match.groups()
     if int(world) > MAX_RANKS:
         raise PlanError(f"a plan may have {MAX_RANKS} ranks at most, got {world}")
     rows: dict[tuple[str, int], list[str]] = {}
@@ -83,8 +88,11 @@ def _parse_rows(match: re.Match[str], lines: list[str]) -> Plan:
         if key in rows or key[1] >= int(world):
             raise PlanError(f"each of ranks 0..{int(world) - 1} has one line of each kind, got {line!r}")
         rows[key] = row[3].split()
-    home_rows = [(r, int(length)) for r in range(int(world)) for length in rows.get(("home", r), ())]
-    lengths = [length for _, length in home_rows]
+    home_rows = [(r, *cell.partition("/")) for r in range(int(world)) for cell in rows.get(("home", r), ())]
+    lengths = [int(length) for _, length, _, _ in home_rows]
+    lane = [int(number) if slash else 0 for _, _, slash, number in home_rows]
+    if any(lane) and not lanes:
+        raise PlanError("a sequence in lane 1 needs lanes=2 in the first line")
     segments: list[list[tuple[int, int, int]]] = [[] for _ in lengths]
     tiles: list[list[tuple[int, int, int, int, int]]] = [[] for _ in lengths]
     for rank in range(int(world)):
@@ -92,7 +100,7 @@ def _parse_rows(match: re.Match[str], lines: list[str]) -> Plan:
             _parse_cell(cell, rank, int(heads), lengths, segments, tiles)
     return Plan.from_placements(
         lengths=lengths,
-        homes=[r for r, _ in home_rows],
+        homes=[r for r, *_ in home_rows],
         segments=segments,
         tiles=tiles,
         world_size=int(world),
@@ -101,6 +109,7 @@ def _parse_rows(match: re.Match[str], lines: list[str]) -> Plan:
         planner=planner,
         group_offset=int(offset or 0),
         max_tokens_per_rank=tuple(map(int, cap.split(","))) if cap else (),
+        lane=np.asarray(lane if lanes else [], np.int8),
     )
 
 
