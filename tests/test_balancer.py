@@ -1,11 +1,17 @@
-"""A Balancer and its steps in one process, without ranks: what it was told reaches the plan, or is refused."""
+"""A Balancer and its steps in one process, or beside others: what it was told reaches the plan, or is refused."""
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
+import torch.distributed as dist
+from launch import run_ranks
 
-from knapformer import Balancer, CapacityError, ConfigurationError, CostModel, LengthsError, Plan
+from knapformer import Balancer, CapacityError, ConfigurationError, CostModel, LengthsError, Machine, Plan, Topology
+from knapformer.execution.transport import GroupTransport
 
 COST = CostModel(hidden=24, num_heads=6, gamma=1000.0)
 
@@ -88,3 +94,28 @@ def test_a_planner_of_ones_own_sees_the_lengths_and_its_plan_is_used():
 
     assert Balancer(COST, planner=plan).prepare([3, 4]).plan.planner == "whole"
     assert seen == [[[3, 4]]]
+
+
+def nodes_seen(rank: int, _world_size: int) -> tuple[list[int], list[int]]:
+    """Groups of two ranks on nodes of three, once as parts of the world and once as a group that is given."""
+    seen: list[list[int]] = []
+    given = [dist.new_group(ranks) for ranks in ([0], [1, 2, 3])][rank > 0]
+    options: dict[str, Any]
+    for options in ({"topology": Topology.parse("g2n1", ranks_per_node=3)}, {"group": given}):
+        balancer = Balancer(replace(COST, machine=Machine(ranks_per_node=3)), planner="home", **options)
+        seen.append(balancer.cost.machine.rank_nodes(balancer.group.size).tolist())
+        balancer.prepare([3])
+    return seen[0], seen[1]
+
+
+def test_the_planner_sees_the_nodes_on_which_the_ranks_sit():
+    first, second = ([0, 0], [0]), ([0, 1], [0, 0, 1])
+    assert run_ranks(nodes_seen, 4) == [first, ([0, 0], [0, 0, 1]), second, second]
+
+
+def test_a_tensor_on_another_kind_of_device_is_refused():
+    step = Balancer(COST).prepare([1])
+    assert step.route(torch.empty(1, 2, device="meta")).device.type == "meta", "alone, any device will do"
+    step._moves.channel = replace(step._moves.channel, transport=GroupTransport(None))  # type: ignore[arg-type]  # never used
+    with pytest.raises(ConfigurationError, match="rank 0: expected a tensor on cpu, got meta"):
+        step.route(torch.empty(1, 2, device="meta"))

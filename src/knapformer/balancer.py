@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from knapformer.given.topology import Topology
 from knapformer.plans.micro_batches import MicroBatch, parse_micro_batches, split_micro_batches
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import make_plan
-from knapformer.plans.problem import Caps, as_topology
+from knapformer.plans.problem import Caps, as_topology, cost_on, on_ranks
 from knapformer.step import Step
 from knapformer.version import __version__
 
@@ -85,6 +86,7 @@ class Balancer:
         if check_calls:
             self.group = self.group.watched()
         self.check_calls = check_calls
+        self.cost = on_ranks(cost_on(self.cost, self.topology), self.group.world_ranks)
         self.channel = Channel.over(self.group.data, self.group.rank, meter, self.group.calls)
 
     def prepare(
@@ -180,7 +182,7 @@ class Balancer:
         return make_plan(
             lengths,
             planner=self.planner,
-            topology=self.topology,
+            topology=replace(self.topology, ranks_per_node=None),  # the cost model has them
             cost=self.cost,
             max_tokens_per_rank=self.max_tokens_per_rank,
             num_kv_heads=self.num_kv_heads,

@@ -80,6 +80,7 @@ class Step:
             self.rank,
             conditioning_rows=conditioning_rows,
             channel=channel,
+            device=balancer.group.device,
             control=balancer.group.control,
             calls=self._calls,
         )

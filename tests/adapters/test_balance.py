@@ -12,8 +12,8 @@ from torch import nn
 
 pytest.importorskip("diffusers")
 
-from family_cases import ALL, CASES, balancer_of, stacked
-from launch import try_ranks
+from family_cases import ALL, CASES, balancer_of, keep_float64, stacked
+from launch import run_ranks, try_ranks
 
 from knapformer.adapters import FAMILIES, balance, cost_of, prepare, unbalance
 from knapformer.adapters import diffusers as adapter
@@ -175,3 +175,30 @@ def test_bad_input_on_one_rank_raises_on_all() -> None:
     outcomes = try_ranks(bad_on_one_rank, 2, timeout_s=60, preload=["torch.distributed", *FAMILIES.values()])
     for outcome in outcomes:
         assert str(outcome.error) == "rank 1: LengthsError: timestep lists 0 samples, hidden_states 6"
+
+
+def project(ids: list[int]) -> tuple[Any, Any, list[torch.Tensor]]:
+    """FLUX after a projection that is trained with it: rows at home, its gradient, and what was projected."""
+    torch.manual_seed(0)
+    projector, (model, balancer, _) = nn.Linear(10, 10, dtype=torch.float64), build()
+    batch, arguments = stacked(CASES["flux"], ids, needs_grad=False)
+    text = [projector(sample["encoder_hidden_states"]) for sample in batch]
+    balance(model, balancer)
+    with keep_float64():
+        output = model(**arguments | {"encoder_hidden_states": text})
+        output.rows.square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    return output.rows.detach(), projector.weight.grad, text
+
+
+def projected_on_one_rank(rank: int, _world_size: int) -> Any:
+    """Rank 1 has no sample, and cannot know that text needs gradients; it holds tokens all the same."""
+    return project([0, 1, 2] if rank == 0 else [])[:2]
+
+
+def test_a_rank_without_samples_takes_part_in_the_gradients_of_inputs() -> None:
+    (rows, found), (nothing, none) = run_ranks(projected_on_one_rank, 2, timeout_s=60, preload=[*FAMILIES.values()])
+    assert len(nothing) == 0 and none is None
+    alone, expected, _ = project([0, 1, 2])
+    assert torch.allclose(rows, alone, rtol=1e-9, atol=1e-11)
+    assert float((found - expected).norm()) <= 1e-9 * float(expected.norm()) > 0

@@ -53,14 +53,18 @@ class BalancingGroup:
     timeout: timedelta | None = None
     calls: Calls | None = None
 
+    @property
+    def world_ranks(self) -> list[int]:
+        """Of each of its ranks, that in the default group."""
+        return [0] if self.control is None else list(dist.get_process_group_ranks(self.control))
+
     def watched(self) -> BalancingGroup:
         """The same group, with the calls of a new balancer noted and compared from here on. Not a collective."""
         if self.data is None or self.control is None or self.size == 1:
             return self
         watch = Watch(dist.distributed_c10d._get_default_store())
-        world_ranks = dist.get_process_group_ranks(self.control)
         groups = [self.control, self.data] if dist.get_backend(self.data) == "gloo" else [self.control]
-        calls = Calls(self.control.group_name, self.rank, world_ranks, watch, groups)
+        calls = Calls(self.control.group_name, self.rank, self.world_ranks, watch, groups)
         watch.begin(calls)
         return replace(self, calls=calls)
 

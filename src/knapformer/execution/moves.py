@@ -38,6 +38,7 @@ class Moves:
         plan, lengths, tokens, rank: of the step.
         conditioning_rows: (S,) rows of ragged conditioning, by name.
         channel: over which ranks.
+        device: of the kind that the channel's messages come from.
         control: gloo group of the same ranks; None for one rank.
         calls: of the step, where ranks tell calls apart.
     """
@@ -51,11 +52,13 @@ class Moves:
         *,
         conditioning_rows: Mapping[str, IntArray],
         channel: Channel,
+        device: torch.device,
         control: dist.ProcessGroup | None,
         calls: StepCalls | None,
     ) -> None:
         self.plan, self.lengths, self.tokens, self.rank = plan, lengths, tokens, rank
         self.channel, self.control, self.calls = channel, control, calls
+        self.device = device
         self._rows = dict(conditioning_rows)
         self._schedules: dict[Kind, Exchange] = {}
         self._routes: dict[Any, AnyRoute] = {}
@@ -144,6 +147,8 @@ class Moves:
         for x in tensors:
             if x.dim() == 0 or x.shape[0] != wanted:
                 raise LengthsError(f"rank {self.rank}: expected a tensor of {wanted} rows, got shape {tuple(x.shape)}")
+            if self.channel.transport is not None and x.device.type != self.device.type:
+                raise ConfigurationError(f"rank {self.rank}: expected a tensor on {self.device.type}, got {x.device}")
         return [x.reshape(x.shape[0], math.prod(x.shape[1:])) for x in tensors]
 
     def compare_lengths(self, lengths: Any, stream: str | None, conditioning: Mapping[str, Any] | None) -> None:

@@ -32,14 +32,15 @@ class Machine:
     """Links and relative speeds of the ranks.
 
     Attributes:
-        ranks_per_node: ranks that share fast links; rank r sits on node r // ranks_per_node.
+        ranks_per_node: ranks that share fast links; rank r of the world sits on node r // ranks_per_node.
         intra_node_bytes_per_s: bandwidth of a rank per direction inside a node.
         inter_node_bytes_per_s: the same between nodes.
         communication_scale: weight of the forward exchange's time; below 1 because backward and recompute move
             fewer bytes per FLOP than forward.
         bytes_per_element: of the activations that are exchanged.
         speeds: relative speed of each rank; empty means 1 everywhere.
-        nodes: node of each rank, where nodes are unequal; empty means rank // ranks_per_node.
+        nodes: node of each rank of the balancing group, where nodes are unequal; empty means world rank //
+            ranks_per_node.
         latency_s: of each exchange, once for each peer of a rank: α of the α-β model, in which a message of n bytes
             takes α + n·β (Hockney, The communication challenge for MPP, Parallel Computing 20, 1994).
         interference: with two lanes, the part of a rank's speed that a running exchange takes; 0.1 is a guess until a
@@ -85,6 +86,16 @@ class Machine:
         """(N,) node of each rank."""
         nodes = self._per_rank("nodes", self.nodes, num_ranks) or [r // self.ranks_per_node for r in range(num_ranks)]
         return np.asarray(nodes, np.int32)
+
+    def holding(self, world_ranks: Sequence[int]) -> Machine:
+        """The machine as a balancing group of these ranks sees it: with the nodes that they really sit on.
+
+        ``nodes``, where given, are those of the group's ranks already.
+        """
+        nodes = tuple(rank // self.ranks_per_node for rank in world_ranks)
+        if self.nodes or nodes == tuple(r // self.ranks_per_node for r in range(len(nodes))):
+            return self
+        return replace(self, nodes=nodes)
 
     @staticmethod
     def _per_rank(name: str, values: Sequence[float], num_ranks: int) -> list[float]:

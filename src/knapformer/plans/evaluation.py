@@ -11,7 +11,7 @@ from knapformer import _core
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.plans.plan import Plan
-from knapformer.plans.problem import make_problem
+from knapformer.plans.problem import cost_of_group, make_problem
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -70,6 +70,7 @@ def evaluate(plan: Plan, cost: CostModel | None = None) -> Evaluation:
     cost = CostModel() if cost is None else cost
     if plan.num_heads != cost.num_heads:
         raise ConfigurationError(f"the plan has {plan.num_heads} heads, the cost model {cost.num_heads}")
+    cost = cost_of_group(cost, plan.group_offset, plan.world_size)
     problem = make_problem(plan.lengths, plan.homes, plan.world_size, cost)
     out = _core.evaluate(problem, plan.columns)
     busy = out["linear_s"] + out["attention_s"]

@@ -13,7 +13,7 @@ from knapformer.plans import simpler  # noqa: F401  (registers the references, a
 from knapformer.plans.evaluation import Evaluation, evaluate
 from knapformer.plans.native import check_caps, deal_lanes
 from knapformer.plans.plan import Plan
-from knapformer.plans.problem import Caps, as_lengths, as_topology, cost_on, rank_caps
+from knapformer.plans.problem import Caps, as_lengths, as_topology, cost_of_group, cost_on, rank_caps
 from knapformer.plans.registry import PLANNERS, Request, find_planner
 from knapformer.plans.registry import Caps as CapsKind
 
@@ -45,7 +45,8 @@ def make_plan(
             cannot cut a sequence to fit. Given explicitly, ``whole`` keeps them or fails; ``home``, ``ulysses`` and
             ``bags`` know no caps and fail where their plan breaks one.
         num_kv_heads: of the plan; default ``cost.num_heads``.
-        group_offset: world rank of local rank 0.
+        group_offset: world rank of local rank 0, where the ranks are consecutive ones of a larger world: with the ranks
+            per node it says which node each rank sits on.
         lanes: 2 for ranks that take turns between two lanes, so that one computes while the other's exchange is under
             way; ``"auto"`` for what the cost model calls faster. Where nothing is split there is one lane.
 
@@ -57,7 +58,7 @@ def make_plan(
     found = find_planner(planner)
     lengths = as_lengths(lengths)
     topology = as_topology(topology)
-    cost = cost_on(cost, topology)
+    cost = cost_of_group(cost_on(cost, topology), group_offset, lengths.num_ranks)
     caps = rank_caps(max_tokens_per_rank, lengths)
     if isinstance(max_tokens_per_rank, str) and found.caps is not CapsKind.KEEPS:
         caps = ()

@@ -62,6 +62,19 @@ def cost_on(cost: CostModel | None, topology: Topology) -> CostModel:
     return replace(cost, machine=replace(cost.machine, ranks_per_node=topology.ranks_per_node, nodes=()))
 
 
+def cost_of_group(cost: CostModel, offset: int, num_ranks: int) -> CostModel:
+    """``cost`` for the ``num_ranks`` ranks of the world from ``offset`` on: a group may begin inside a node."""
+    if not isinstance(offset, int | np.integer) or offset < 1:
+        return cost
+    return on_ranks(cost, range(int(offset), int(offset) + num_ranks))
+
+
+def on_ranks(cost: CostModel, world_ranks: Sequence[int]) -> CostModel:
+    """``cost`` for a balancing group of these ranks of the world."""
+    machine = cost.machine.holding(world_ranks)
+    return cost if machine is cost.machine else replace(cost, machine=machine)
+
+
 def rank_caps(caps: Caps, lengths: Lengths) -> tuple[int, ...]:
     """One cap per rank; empty where there is none.
 
