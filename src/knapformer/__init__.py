@@ -1,6 +1,6 @@
 """KnapFormer: straggler-free training of Diffusion Transformers on mixed image resolutions and video.
 
-The names below come from pure modules, except ``Balancer``, ``Step``, ``Meter`` and
+The names below come from pure modules, except ``Balancer``, ``BalancedBatchSampler``, ``Step``, ``Meter`` and
 ``SequenceBalancer`` (the published package's interface), which load torch when first used.
 """
 
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from knapformer.balancer import Balancer
     from knapformer.execution.transport import Meter
     from knapformer.step import Step
+    from knapformer.training.sampler import BalancedBatchSampler
 
 __all__ = [
+    "BalancedBatchSampler",
     "Balancer",
     "CapacityError",
     "ConfigurationError",
@@ -59,6 +61,10 @@ def __getattr__(name: str) -> Any:
         from knapformer.balancer import Balancer
 
         return Balancer
+    if name == "BalancedBatchSampler":
+        from knapformer.training.sampler import BalancedBatchSampler
+
+        return BalancedBatchSampler
     if name == "Step":
         from knapformer.step import Step
 

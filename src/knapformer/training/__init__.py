@@ -1,4 +1,4 @@
-"""What a training loop needs around balanced steps: losses, FSDP2 and checkpointing from outside.
+"""What a training loop needs around balanced steps: losses, a batch sampler, FSDP2 and checkpointing from outside.
 
-Imports ``models`` and ``execution.devices``; knows nothing of plans.
+Imports ``given``, ``workloads`` and ``execution``; knows nothing of plans.
 """

@@ -1,4 +1,4 @@
-"""Where lengths come from: published workloads, data codes, histograms, data sets of one's own. NumPy only.
+"""Where lengths come from: published workloads, data codes, histograms, data sets of one's own, and steps made of them.
 
-Imports ``given``.
+NumPy only. Imports ``given``.
 """
