@@ -6,7 +6,7 @@
 namespace knapformer {
 namespace {
 
-constexpr int32_t kContainerRanks = 64;  // ranks up to which groups of several anchors are tried
+constexpr int32_t kContainerRanks = 1024;  // ranks up to which groups of several anchors are tried
 constexpr double kTargets[] = {1.0, 1.01, 1.03, 1.06, 1.12};  // over the expected makespan
 constexpr double kScales[] = {1.0, 0.8, 0.6, 0.45};
 constexpr double kLeastScaleOfLarge = 0.7;  // in large steps
@@ -65,7 +65,7 @@ std::vector<Candidate> Candidates::of(int32_t container) {
 // Single ranks, and in small steps also pairs, fours and nodes.
 std::vector<int32_t> Candidates::containers() const {
   std::vector<int32_t> sizes{1};
-  if (share_of_tries_ < 1.0 || p_.num_ranks > kContainerRanks) return sizes;
+  if (p_.num_ranks > kContainerRanks) return sizes;
   const int32_t node = largest_node(p_);
   for (int32_t size : {2, 4, node}) {
     if (size > sizes.back() && size <= node) sizes.push_back(size);

@@ -9,9 +9,9 @@ namespace {
 
 constexpr double kOver = 1.0 + 1e-9;                // a level may be exceeded by rounding
 constexpr double kNoSharedHeads = 0.5;              // the rounding that makes every share a whole head
-constexpr double kRoundings[] = {kNoSharedHeads, 0.2, 0.03};
 constexpr double kGain = 1e-6;                      // smallest relative gain for which a variant is preferred to an earlier one
 constexpr size_t kManyCells = 16384;                // split sequences × ranks from which one way to share is enough
+constexpr double kOverfullNode = 0.01;              // a sequence may exceed the room of its node by this before it crosses nodes
 constexpr size_t kMatchedRanks = 64;                // in larger groups shared rows are not matched with nodes
 
 }  // namespace
@@ -29,7 +29,7 @@ double GroupSolver::makespan(const Group& group, const std::vector<Item>& filler
 void GroupSolver::place(const Group& group, const std::vector<Item>& fillers, std::vector<Placement>& placements) {
   const Variant best = best_variant(group, fillers);
   place_fillers(group, fillers, best.fill);
-  share(best.split, best.rounding);
+  share(best.split, best.heads);
   emit(fillers, placements);
 }
 
@@ -51,12 +51,14 @@ GroupSolver::Variant GroupSolver::best_variant(const Group& group, const std::ve
 }
 
 void GroupSolver::try_split_rules(FillRule fill, Variant& best) {
-  for (SplitRule split : {SplitRule::kOverAllRanks, SplitRule::kInTurn}) {
-    if (split == SplitRule::kInTurn && split_.size() < 2) break;
-    for (double rounding : kRoundings) {
-      share(split, rounding);
+  constexpr HeadRule kHeadRules[] = {{kNoSharedHeads, false}, {0.2, false}, {0.03, false}, {0.2, true}, {0.03, true}};
+  for (SplitRule split : {SplitRule::kOverAllRanks, SplitRule::kInTurn, SplitRule::kByNode}) {
+    if (split != SplitRule::kOverAllRanks && split_.size() < 2) break;
+    if (split == SplitRule::kByNode && num_nodes() < 2) break;
+    for (const HeadRule& heads : kHeadRules) {
+      share(split, heads);
       const double cost = cost_s();
-      if (cost < best.cost_s * (1.0 - kGain)) best = {fill, split, rounding, cost};
+      if (cost < best.cost_s * (1.0 - kGain)) best = {fill, split, heads, cost};
       if (split_.empty() || split_.size() * num_ranks_ > kManyCells) return;
     }
   }
@@ -67,6 +69,7 @@ bool GroupSolver::set_levels(const Group& group, const std::vector<Item>& filler
   num_ranks_ = group.ranks.size();
   rank_ = group.ranks;
   node_.clear();
+  node_begin_.clear();
   speed_.clear();
   cap_.clear();
   int32_t last = -1, nodes = 0;
@@ -75,6 +78,7 @@ bool GroupSolver::set_levels(const Group& group, const std::vector<Item>& filler
     if (p_.node_index[r] != last) {
       last = p_.node_index[r];
       ++nodes;
+      node_begin_.push_back(node_.size());
     }
     node_.push_back(nodes - 1);
     speed_.push_back(p_.speeds[r]);
@@ -82,6 +86,7 @@ bool GroupSolver::set_levels(const Group& group, const std::vector<Item>& filler
     speed += p_.speeds[r];
     room += cap_.back();
   }
+  node_begin_.push_back(num_ranks_);
   const auto add = [&](int32_t s) {
     tokens += static_cast<double>(p_.lengths[s]);
     attention += p_.attention_s[s];
@@ -134,7 +139,7 @@ int32_t GroupSolver::best_rank(const Item& item, double linear, double attention
   return best;
 }
 
-void GroupSolver::share(SplitRule rule, double rounding) {
+void GroupSolver::share(SplitRule rule, const HeadRule& heads) {
   const size_t cells = split_.size() * num_ranks_;
   steps_ += cells * static_cast<size_t>(p_.num_heads);
   whole_heads_.assign(cells, 0);
@@ -143,20 +148,28 @@ void GroupSolver::share(SplitRule rule, double rounding) {
   touched_heads_.assign(cells, 0.0);
   tokens_.assign(cells, 0);
   if (split_.empty()) return;
-  share_attention(rule, rounding);
+  share_attention(rule, heads);
   share_tokens(rule);
 }
 
 // What rounding to heads adds to a rank, the next sequence takes off.
-void GroupSolver::share_attention(SplitRule rule, double rounding) {
+void GroupSolver::share_attention(SplitRule rule, const HeadRule& heads) {
   double rest = 0.0;
   for (int32_t s : split_) rest += p_.attention_s[s];
   attention_so_far_ = filler_attention_;
   const std::vector<double> no_cap(num_ranks_, std::numeric_limits<double>::infinity());
-  for (size_t k = 0; k < split_.size(); ++k) {
+  if (rule == SplitRule::kByNode) {
     water_fill(rest, attention_so_far_, speed_, no_cap, attention_share_);
-    choose_heads(k, rule, rest);
-    cut_heads(k, rounding);
+    choose_nodes();
+  }
+  for (size_t k = 0; k < split_.size(); ++k) {
+    if (rule == SplitRule::kByNode) {
+      choose_heads_by_node(k);
+    } else {
+      water_fill(rest, attention_so_far_, speed_, no_cap, attention_share_);
+      choose_heads(k, rule, rest);
+    }
+    cut_heads(k, heads);
     const double per_head = attention_s_per_head(k);
     const double per_row = per_head / static_cast<double>(p_.lengths[split_[k]]);
     for (size_t i = 0; i < num_ranks_; ++i) {
@@ -188,9 +201,68 @@ void GroupSolver::choose_heads(size_t k, SplitRule rule, double rest_s) {
   }
 }
 
-// A remainder that is nearer than `rounding` to a whole head is rounded. The heads that then are left over are shared by rows.
-void GroupSolver::cut_heads(size_t k, double rounding) {
-  const bool may_share = rounding < kNoSharedHeads;
+// How much attention of each split sequence each node takes. A node has as much room as water filling over all ranks gives it. Each
+// sequence, heaviest attention first, goes to the node that has the most room left. What fits into no node is cut over the nodes
+// with the most room.
+void GroupSolver::choose_nodes() {
+  const size_t nodes = num_nodes();
+  std::vector<double> room(nodes, 0.0);
+  for (size_t i = 0; i < num_ranks_; ++i) room[node_[i]] += attention_share_[i];
+  node_attention_s_.assign(split_.size() * nodes, 0.0);
+  std::vector<size_t> by_attention(split_.size()), crossing;
+  std::iota(by_attention.begin(), by_attention.end(), size_t{0});
+  std::stable_sort(by_attention.begin(), by_attention.end(),
+                   [&](size_t a, size_t b) { return p_.attention_s[split_[a]] > p_.attention_s[split_[b]]; });
+  const auto roomiest = [&] { return static_cast<size_t>(std::max_element(room.begin(), room.end()) - room.begin()); };
+  for (size_t k : by_attention) {
+    const double own = p_.attention_s[split_[k]];
+    const size_t n = roomiest();
+    if (own > room[n] * (1.0 + kOverfullNode)) {
+      crossing.push_back(k);
+      continue;
+    }
+    node_attention_s_[k * nodes + n] = own;
+    room[n] = std::max(0.0, room[n] - own);
+  }
+  for (size_t k : crossing) {
+    double left = p_.attention_s[split_[k]];
+    while (left > 0.0) {
+      const size_t n = roomiest();
+      const double take = room[n] > 0.0 ? std::min(left, room[n]) : left;
+      node_attention_s_[k * nodes + n] += take;
+      room[n] = std::max(0.0, room[n] - take);
+      left -= take;
+    }
+  }
+}
+
+// As `choose_heads`, inside each node.
+void GroupSolver::choose_heads_by_node(size_t k) {
+  const double own = p_.attention_s[split_[k]];
+  if (own <= 0.0) {
+    choose_heads(k, SplitRule::kOverAllRanks, 0.0);
+    return;
+  }
+  wanted_heads_.assign(num_ranks_, 0.0);
+  for (size_t n = 0; n < num_nodes(); ++n) {
+    const double here = node_attention_s_[k * num_nodes() + n];
+    if (here <= 0.0) continue;
+    double rest = 0.0;
+    for (size_t later = k; later < split_.size(); ++later) rest += node_attention_s_[later * num_nodes() + n];
+    const auto from = static_cast<std::ptrdiff_t>(node_begin_[n]), to = static_cast<std::ptrdiff_t>(node_begin_[n + 1]);
+    const std::vector<double> load(attention_so_far_.begin() + from, attention_so_far_.begin() + to);
+    const std::vector<double> speed(speed_.begin() + from, speed_.begin() + to);
+    const std::vector<double> no_cap(load.size(), std::numeric_limits<double>::infinity());
+    water_fill(rest, load, speed, no_cap, attention_share_);
+    for (size_t i = 0; i < load.size(); ++i) wanted_heads_[node_begin_[n] + i] = attention_share_[i] * here / rest / own * p_.num_heads;
+  }
+}
+
+// A remainder that is nearer than the rule's rounding to a whole head is rounded. The heads that then are left over are shared by
+// rows. Where no rank wants a whole head, the rounding is a share of the largest remainder instead of a head.
+void GroupSolver::cut_heads(size_t k, const HeadRule& rule) {
+  const bool may_share = rule.rounding < kNoSharedHeads;
+  const double rounding = rule.rounding * std::min(1.0, *std::max_element(wanted_heads_.begin(), wanted_heads_.end()));
   int32_t* heads = &whole_heads_[cell(k, 0)];
   int64_t left = p_.num_heads;
   bool has_remainder = false;
@@ -203,7 +275,13 @@ void GroupSolver::cut_heads(size_t k, double rounding) {
     for (size_t i = 0; i < num_ranks_; ++i) {
       wanted_heads_[i] = wanted_heads_[i] - heads[i] > rounding ? wanted_heads_[i] - heads[i] : 0.0;
     }
-    share_head_rows(k, left, rounding);
+    for (size_t i = 0; i < num_ranks_; ++i) touched_heads_[cell(k, i)] = heads[i];
+    const auto num_sharing = std::count_if(wanted_heads_.begin(), wanted_heads_.end(), [](double w) { return w > 0.0; });
+    if (rule.one_head_each && num_sharing >= left) {
+      lay_rows_by_head(k, left);
+    } else {
+      lay_rows_end_to_end(k, left, rounding);
+    }
     return;
   }
   add_heads(heads, left);
@@ -236,11 +314,10 @@ void GroupSolver::take_heads(int32_t* heads, int64_t too_many) {
 
 // The rows of the last `shared_heads` heads, laid end to end and cut among the ranks in proportion to `wanted_heads_`. A cut that
 // is nearer than `rounding` heads to the end of a head moves there.
-void GroupSolver::share_head_rows(size_t k, int64_t shared_heads, double rounding) {
+void GroupSolver::lay_rows_end_to_end(size_t k, int64_t shared_heads, double rounding) {
   const int64_t length = p_.lengths[split_[k]], rows = length * shared_heads;
   double wanted = 0.0, passed = 0.0;
   for (double w : wanted_heads_) wanted += w;
-  for (size_t i = 0; i < num_ranks_; ++i) touched_heads_[cell(k, i)] = whole_heads_[cell(k, i)];
   int64_t from = 0;
   for (size_t i : order_of_rows(wanted, shared_heads)) {
     const size_t c = cell(k, i);
@@ -252,6 +329,36 @@ void GroupSolver::share_head_rows(size_t k, int64_t shared_heads, double roundin
     first_row_[c] = from;
     if (to > from) touched_heads_[c] += static_cast<double>((to + length - 1) / length - from / length);
     from = to;
+  }
+}
+
+// Each rank's rows come from one of the last `shared_heads` heads, and each head's rows are cut in proportion to `wanted_heads_`. The
+// largest wish goes first, to the head that is wanted least so far. Inside a head the ranks take rows in their order, in which
+// the tokens lie too, so that many rows are computed in the node that holds their tokens.
+void GroupSolver::lay_rows_by_head(size_t k, int64_t shared_heads) {
+  const int64_t length = p_.lengths[split_[k]];
+  order_.clear();
+  for (size_t i = 0; i < num_ranks_; ++i) {
+    if (wanted_heads_[i] > 0.0) order_.push_back(i);
+  }
+  std::stable_sort(order_.begin(), order_.end(), [&](size_t a, size_t b) { return wanted_heads_[a] > wanted_heads_[b]; });
+  std::vector<double> wanted(static_cast<size_t>(shared_heads), 0.0);
+  std::vector<size_t> head_of(num_ranks_);
+  for (size_t i : order_) {
+    head_of[i] = static_cast<size_t>(std::min_element(wanted.begin(), wanted.end()) - wanted.begin());
+    wanted[head_of[i]] += wanted_heads_[i];
+  }
+  std::sort(order_.begin(), order_.end());
+  std::vector<double> passed(wanted.size(), 0.0);
+  std::vector<int64_t> from(wanted.size(), 0);
+  for (size_t i : order_) {
+    const size_t h = head_of[i], c = cell(k, i);
+    passed[h] += wanted_heads_[i];
+    const auto to = std::min(length, static_cast<int64_t>(std::llround(static_cast<double>(length) * (passed[h] / wanted[h]))));
+    shared_rows_[c] = to - from[h];
+    first_row_[c] = static_cast<int64_t>(h) * length + from[h];
+    if (to > from[h]) touched_heads_[c] += 1.0;
+    from[h] = to;
   }
 }
 
@@ -294,6 +401,10 @@ void GroupSolver::share_tokens(SplitRule rule) {
   for (size_t i = 0; i < num_ranks_; ++i) room[i] = cap_[i] - filler_tokens_[i];
   water_fill(static_cast<double>(total), filler_tokens_, speed_, room, share);
   std::vector<int64_t> left = round_to_sum(share, room, total);  // tokens that each rank still takes
+  if (rule == SplitRule::kByNode) {
+    share_tokens_by_node(left);
+    return;
+  }
   for (size_t k = 0; k < split_.size(); ++k) {
     const int64_t length = p_.lengths[split_[k]];
     int64_t rest = length;
@@ -312,6 +423,51 @@ void GroupSolver::share_tokens(SplitRule rule) {
       left[i] -= tokens_[cell(k, i)];
     }
     total -= length;
+  }
+}
+
+// Tokens go to the nodes in the proportion of the sequence's attention, and what does not fit there goes where there is room. First
+// come sequences of one node. Inside a node each rank takes its part of what it still can take.
+void GroupSolver::share_tokens_by_node(std::vector<int64_t>& left) {
+  const size_t nodes = num_nodes();
+  std::vector<int64_t> room(nodes, 0);
+  for (size_t i = 0; i < num_ranks_; ++i) room[node_[i]] += left[i];
+  const auto take = [&](size_t k, size_t n, int64_t tokens) {
+    tokens = std::min(tokens, room[n]);
+    int64_t rest = tokens;
+    const double part = room[n] > 0 ? static_cast<double>(tokens) / static_cast<double>(room[n]) : 0.0;
+    for (size_t i = node_begin_[n]; i < node_begin_[n + 1]; ++i) {
+      const int64_t own = std::min({static_cast<int64_t>(static_cast<double>(left[i]) * part), left[i], rest});
+      tokens_[cell(k, i)] += own;
+      left[i] -= own;
+      rest -= own;
+    }
+    for (size_t i = node_begin_[n]; i < node_begin_[n + 1] && rest > 0; ++i) {
+      const int64_t own = std::min(left[i], rest);
+      tokens_[cell(k, i)] += own;
+      left[i] -= own;
+      rest -= own;
+    }
+    room[n] -= tokens;
+    return tokens;
+  };
+  for (bool crossing : {false, true}) {
+    for (size_t k = 0; k < split_.size(); ++k) {
+      const double* here = &node_attention_s_[k * nodes];
+      const bool crosses = std::count_if(here, here + nodes, [](double s) { return s > 0.0; }) != 1;
+      if (crosses != crossing) continue;
+      const int64_t length = p_.lengths[split_[k]];
+      const double own = p_.attention_s[split_[k]];
+      int64_t rest = length;
+      for (size_t n = 0; n < nodes && own > 0.0; ++n) {
+        rest -= take(k, n, std::min(rest, static_cast<int64_t>(static_cast<double>(length) * (here[n] / own))));
+      }
+      for (bool only_where_attention_is : {true, false}) {
+        for (size_t n = 0; n < nodes && rest > 0; ++n) {
+          if (here[n] > 0.0 || !only_where_attention_is) rest -= take(k, n, rest);
+        }
+      }
+    }
   }
 }
 

@@ -44,11 +44,16 @@ class GroupSolver {
   enum class SplitRule {
     kOverAllRanks,  // each split sequence has a share of all ranks
     kInTurn,        // the split sequences follow one another from rank to rank, so that neighbours share a rank
+    kByNode,        // each split sequence has a share of all ranks of one node; only those that fit into no node cross nodes
+  };
+  struct HeadRule {
+    double rounding;    // a share this near to a whole head becomes one; at 0.5 no head is shared
+    bool one_head_each; // a rank's rows come from one shared head only, so that it needs k and v of no second one
   };
   struct Variant {
     FillRule fill = FillRule::kSplitAboveLevels;
     SplitRule split = SplitRule::kOverAllRanks;
-    double rounding = 0.5;  // a share this near to a whole head becomes one; at 0.5 no head is shared
+    HeadRule heads = {0.5, false};
     double cost_s = std::numeric_limits<double>::infinity();
   };
   // Heads × tokens that a rank sends and receives before and after attention.
@@ -61,13 +66,17 @@ class GroupSolver {
   bool set_levels(const Group& group, const std::vector<Item>& fillers);
   void place_fillers(const Group& group, const std::vector<Item>& fillers, FillRule rule);
   int32_t best_rank(const Item& item, double linear, double attention, FillRule rule, double* height) const;
-  void share(SplitRule rule, double rounding);
-  void share_attention(SplitRule rule, double rounding);
+  void share(SplitRule rule, const HeadRule& heads);
+  void share_attention(SplitRule rule, const HeadRule& heads);
   void choose_heads(size_t k, SplitRule rule, double rest_s);
-  void cut_heads(size_t k, double rounding);
+  void choose_nodes();
+  void choose_heads_by_node(size_t k);
+  void share_tokens_by_node(std::vector<int64_t>& left);
+  void cut_heads(size_t k, const HeadRule& rule);
   void add_heads(int32_t* heads, int64_t left);
   void take_heads(int32_t* heads, int64_t too_many);
-  void share_head_rows(size_t k, int64_t shared_heads, double rounding);
+  void lay_rows_end_to_end(size_t k, int64_t shared_heads, double rounding);
+  void lay_rows_by_head(size_t k, int64_t shared_heads);
   std::vector<size_t> order_of_rows(double wanted, int64_t shared_heads) const;
   void share_tokens(SplitRule rule);
   void emit(const std::vector<Item>& fillers, std::vector<Placement>& placements) const;
@@ -82,6 +91,7 @@ class GroupSolver {
   void count_peers();
   double communication_s(size_t i) const;
 
+  size_t num_nodes() const { return node_begin_.size() - 1; }
   size_t cell(size_t k, size_t i) const { return k * num_ranks_ + i; }
   double attention_s_per_head(size_t k) const { return p_.attention_s[split_[k]] / p_.num_heads; }
 
@@ -104,6 +114,10 @@ class GroupSolver {
   std::vector<int64_t> shared_rows_, first_row_;     // (K, g) query rows of shared heads, laid end to end, and the first of them
   std::vector<double> touched_heads_;                // (K, g) heads of which a rank computes any row
   std::vector<int64_t> tokens_;                      // (K, g)
+
+  // Of the rule kByNode.
+  std::vector<size_t> node_begin_;       // (nodes + 1) of the group's ranks
+  std::vector<double> node_attention_s_; // (K, nodes) attention of each split sequence in each node
 
   // Used while one sequence is shared out (g).
   std::vector<double> attention_so_far_, attention_share_, wanted_heads_;

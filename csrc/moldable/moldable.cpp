@@ -6,19 +6,22 @@
 //   Home (relabel.hpp). Equal ranks and equal sequences are exchanged so that more tokens stay home.
 //   Contest. The other planners' plans are compared too, where a quick bound leaves them a chance and they keep the caps. The
 //      lowest makespan wins, then the fewest bytes, then the fewest splits.
+//   Fewer ranks. Where the winner is far from the tight bound, all phases are run for fewer ranks too, as long as their bound is lower.
 #include "moldable/moldable.hpp"
 
 #include <algorithm>
 #include <optional>
 
-#include "simple_planners.hpp"
+#include "bounds.hpp"
 #include "evaluation.hpp"
 #include "moldable/relabel.hpp"
 #include "moldable/search.hpp"
+#include "simple_planners.hpp"
 
 namespace knapformer {
 namespace {
 
+constexpr double kFarOff = 1.04;      // over the tight bound: then fewer ranks are tried
 constexpr double kGoodEnough = 1e-4;  // relative distance from the lower bound at which whole sequences are left alone
 
 class Contest {
@@ -40,6 +43,14 @@ class Contest {
     return true;
   }
 
+  // The same for placements, which first get the phase "home".
+  bool enter_placements(std::vector<Placement> placements) {
+    keep_home(p_, placements);
+    PlanColumns plan;
+    for (auto& placement : placements) plan.add_placement(std::move(placement));
+    return enter(std::move(plan));
+  }
+
  private:
   bool better(const Evaluation& other) const {
     if (other.makespan_s != score_.makespan_s) return other.makespan_s < score_.makespan_s;
@@ -52,13 +63,6 @@ class Contest {
   Evaluation score_;
 };
 
-PlanColumns home_aware_plan(const Problem& problem, std::vector<Placement> placements) {
-  keep_home(problem, placements);
-  PlanColumns plan;
-  for (auto& placement : placements) plan.add_placement(std::move(placement));
-  return plan;
-}
-
 // The phase "whole": first without the caps, then under them if the first plan breaks one.
 void enter_whole(const Problem& problem, Contest& contest) {
   for (bool keep_caps : {false, true}) {
@@ -66,7 +70,7 @@ void enter_whole(const Problem& problem, Contest& contest) {
     if (!rank_of) return;
     std::vector<Placement> placements;
     for (size_t s = 0; s < rank_of->size(); ++s) placements.push_back(whole_on(problem, static_cast<int32_t>(s), (*rank_of)[s]));
-    if (contest.enter(home_aware_plan(problem, std::move(placements)))) return;
+    if (contest.enter_placements(std::move(placements))) return;
   }
 }
 
@@ -118,20 +122,63 @@ void enter_others(const Problem& problem, Contest& contest) {
   }
 }
 
-}  // namespace
+// The first `count` ranks alone. Sequences of the others have their home on the last of these.
+Problem first_ranks(const Problem& problem, int32_t count) {
+  Problem first = problem;
+  first.num_ranks = count;
+  first.speeds.resize(count);
+  first.nodes.resize(count);
+  first.max_tokens.resize(count);
+  for (auto& home : first.homes) home = std::min(home, count - 1);
+  first.prepare();
+  return first;
+}
 
-PlanColumns plan_moldable(const Problem& problem) {
-  Contest contest(problem);
+bool caps_hold(const Problem& problem) {
+  int64_t room = 0, tokens = 0;
+  for (int64_t cap : problem.max_tokens) room += cap;
+  for (int64_t length : problem.lengths) tokens += length;
+  return tokens <= room;
+}
+
+// The phases from "whole" to "contest" for a problem of all ranks or of the first of them.
+void compete(const Problem& problem, Contest& contest) {
   const double bound = problem.lower_bound_s();
   const double alone = heaviest_alone_s(problem);
   const bool whole_first = alone <= bound * (1.0 + kGoodEnough);
   if (whole_first) enter_whole(problem, contest);
   if (contest.makespan_s() > bound * (1.0 + kGoodEnough)) {
     Search search(problem);
-    contest.enter(home_aware_plan(problem, search.place(search.run())));
+    contest.enter_placements(search.place(search.run()));
   }
   if (!whole_first && alone < contest.makespan_s()) enter_whole(problem, contest);
   enter_others(problem, contest);
+}
+
+// N less 1, 2, 4, ... ranks, down to N / 2, then N / 4, N / 8, ...
+std::vector<int32_t> fewer_counts(int32_t num_ranks) {
+  std::vector<int32_t> counts;
+  for (int32_t less = 1; 2 * less < num_ranks; less *= 2) counts.push_back(num_ranks - less);
+  for (int32_t count = num_ranks / 2; count > 0; count /= 2) counts.push_back(count);
+  return counts;
+}
+
+// The phase "fewer ranks".
+void enter_fewer(const Problem& problem, Contest& contest) {
+  if (problem.total_work_s <= 0.0 || contest.makespan_s() <= kFarOff * tight_bound_s(problem)) return;
+  for (int32_t count : fewer_counts(problem.num_ranks)) {
+    const Problem fewer = first_ranks(problem, count);
+    if (fewer.lower_bound_s() >= contest.makespan_s()) break;
+    if (caps_hold(fewer) && tight_bound_s(fewer) < contest.makespan_s()) compete(fewer, contest);
+  }
+}
+
+}  // namespace
+
+PlanColumns plan_moldable(const Problem& problem) {
+  Contest contest(problem);
+  compete(problem, contest);
+  enter_fewer(problem, contest);
   return contest.winner();
 }
 

@@ -9,11 +9,14 @@
 #include <algorithm>
 #include <cmath>
 
+#include "bounds.hpp"
+
 namespace knapformer {
 namespace {
 
 constexpr double kSmallStep = 1500.0;  // sequences and ranks up to which no try is left out
 constexpr size_t kBudget = 3'000'000, kBudgetPerRank = 20'000;  // steps of the group solver after which nothing more is tried
+constexpr int32_t kManyRanks = 64;
 constexpr int kRounds = 2;
 constexpr size_t kPackedLayouts = 12;
 constexpr size_t kPackedLayoutsOfContainers = 5;
@@ -23,6 +26,7 @@ constexpr size_t kMergeBreadth = 12;
 constexpr int kRefineSteps = 400;
 constexpr int kImproveSteps = 300;
 constexpr double kGain = 1e-7;
+constexpr double kNearEnough = 1.02;   // over the tight bound: then a large step tries no groups of several anchors
 constexpr double kFarOff = 1.06;       // over the best makespan so far: such a grouping is not packed a second time
 constexpr double kLevelEnough = 1e-4;  // over the mean level: level enough before the groups are solved
 
@@ -38,8 +42,11 @@ Search::Search(const Problem& problem)
     : p_(problem),
       solver_(problem),
       budget_(kBudget + kBudgetPerRank * static_cast<size_t>(problem.num_ranks)),
+      tight_s_(tight_bound_s(problem)),
       share_of_tries_(std::min(1.0, kSmallStep / std::max<double>(1.0, problem.num_sequences() + problem.num_ranks))),
       candidates_(problem, share_of_tries_) {}
+
+bool Search::is_large() const { return share_of_tries_ < 1.0 || p_.num_ranks > kManyRanks; }
 
 Grouping Search::run() {
   const auto tries = [this](size_t full, size_t least) {
@@ -48,6 +55,7 @@ Grouping Search::run() {
   std::vector<std::pair<double, Grouping>> packed;
   double best_packed = std::numeric_limits<double>::infinity();
   for (int32_t container : candidates_.containers()) {
+    if (container > 1 && is_large() && best_packed <= kNearEnough * tight_s_) break;
     auto candidates = candidates_.of(container);
     candidates.resize(std::min(candidates.size(), tries(container == 1 ? kPackedLayouts : kPackedLayoutsOfContainers, 3)));
     for (const auto& candidate : candidates) {

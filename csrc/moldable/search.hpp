@@ -36,11 +36,13 @@ class Search {
 
   // Caps that just fit, or exchanges that cost nothing, make groups of hundreds of ranks, which are slow to solve. Then the search
   // stops early.
+  bool is_large() const;
   bool is_budget_spent() const { return solver_.steps() > budget_; }
 
   const Problem& p_;
   GroupSolver solver_;
   size_t budget_;         // steps of the solver
+  double tight_s_;         // bound
   double share_of_tries_;  // 1 for small steps, less for large ones
   Candidates candidates_;
 };

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 import threading
@@ -191,3 +192,21 @@ def test_the_topology_replaces_the_nodes_of_the_cost() -> None:
     cost = CostModel().with_machine(nodes=(0, 1, 1, 1))
     assert cost_on(cost, Topology(ranks_per_node=2)).machine.rank_nodes(4).tolist() == [0, 0, 1, 1]
     assert cost_on(cost, Topology()).machine.rank_nodes(4).tolist() == [0, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("tokens", "cost"), [(1_000_000, CostModel()), (147_600, WAN)])
+def test_more_ranks_are_never_worse_than_fewer(tokens: int, cost: CostModel) -> None:
+    """One sequence, up to many more ranks than heads: there is no cliff, and what cannot be gained is left idle."""
+    makespans = [evaluate(make_plan([[tokens], *[[]] * (n - 1)], cost=cost), cost) for n in (64, 128, 256, 512, 1024)]
+    for fewer, more in itertools.pairwise(makespans):
+        assert more.makespan_s <= fewer.makespan_s * TOLERANCE
+    assert all(found.makespan_s <= 1.1 * found.tight_bound_s for found in makespans)
+
+
+def test_long_sequences_over_several_nodes_cross_as_few_as_they_can() -> None:
+    """Eleven sequences of three ranks' work each on 32: ranks are shared, and still most stay inside a node of 8."""
+    plan = make_plan([[60000]] * 11 + [[]] * 21, max_tokens_per_rank=None)
+    found = evaluate(plan)
+    crossing = [i for i in range(11) if len({rank // 8 for rank in plan.placement(i).ranks}) > 1]
+    assert len(crossing) <= 3
+    assert found.makespan_s < 1.08 * found.tight_bound_s
