@@ -136,8 +136,9 @@ def test_a_step_for_a_batch_in_another_order(name: str) -> None:
 
 
 BAD_INPUTS = [
-    ("flux", {"hidden_states": torch.zeros(2, 16, 4)}, ConfigurationError, "takes a list of per-sample tensors"),
-    ("flux", {"encoder_hidden_states": [torch.zeros(3, 10)]}, LengthsError, "lists 1 samples, hidden_states 6"),
+    ("flux", {"hidden_states": torch.zeros(2, 16, 4)}, LengthsError, "has 6 samples, hidden_states 2"),
+    ("flux", {"hidden_states": torch.zeros(16, 4)}, ConfigurationError, "takes a list of per-sample tensors"),
+    ("flux", {"encoder_hidden_states": [torch.zeros(3, 10)]}, LengthsError, "has 1 samples, hidden_states 6"),
     ("flux", {"timestep": torch.zeros(5)}, LengthsError, "timestep: expected one value for each of 6 samples"),
     ("flux", {"img_ids": [torch.full((16, 3), 0.5)] * 6}, ConfigurationError, "must be whole numbers"),
     (
@@ -174,7 +175,7 @@ def bad_on_one_rank(rank: int, _world_size: int) -> None:
 def test_bad_input_on_one_rank_raises_on_all() -> None:
     outcomes = try_ranks(bad_on_one_rank, 2, timeout_s=60, preload=["torch.distributed", *FAMILIES.values()])
     for outcome in outcomes:
-        assert str(outcome.error) == "rank 1: LengthsError: timestep lists 0 samples, hidden_states 6"
+        assert str(outcome.error) == "rank 1: LengthsError: timestep has 0 samples, hidden_states 6"
 
 
 def project(ids: list[int]) -> tuple[Any, Any, list[torch.Tensor]]:

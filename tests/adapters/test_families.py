@@ -22,7 +22,10 @@ from family_cases import (
     errors,
     keep_float64,
     merged,
+    one_size,
+    parameter_gradients,
     reference,
+    run_batch,
     stacked,
 )
 from launch import run_ranks
@@ -79,6 +82,25 @@ def assert_ranks_equal(results: list[Any], references: dict[str, Any], name: str
     assert set(found["outputs"]) == set(ALL)
     assert homes == "empty" or all(set(found["inputs"][i]) == set(CASES[name].needs_grad) for i in ALL)
     assert_equal(found, references[name])
+
+
+@pytest.mark.parametrize("homes", rank_jobs.BATCHED)
+@pytest.mark.parametrize("name", MAIN_CASES.values())
+def test_batches_on_two_ranks(two_ranks: Any, name: str, homes: str) -> None:
+    """Batched tensors of another size on each rank, and of no sample on one: as diffusers' own batches."""
+    case, model = CASES[name], CASES[name].build()
+    for rank, ids in enumerate(rank_jobs.BATCHED[homes]):
+        found = two_ranks[rank][name, "batched", homes]
+        with one_size(*rank_jobs.BATCH_SIZES[rank]):
+            shape = case.sample(0)["hidden_states"].shape
+            wanted = run_batch(case, model, ids) if ids else None
+        if wanted is None:
+            assert found["outputs"][""].shape == (0, *shape)
+        else:
+            assert_equal({**found, "parameters": {}}, {**wanted, "parameters": {}})
+    assert_equal(
+        {**found, "outputs": {}, "inputs": {}}, {"outputs": {}, "inputs": {}, "parameters": parameter_gradients(model)}
+    )
 
 
 @pytest.mark.parametrize("setting", rank_jobs.SHARDED, ids=lambda s: " ".join(map(str, s)))

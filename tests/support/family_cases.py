@@ -241,6 +241,43 @@ def with_grad(case: Case, sample: dict[str, Any], wanted: bool = True) -> dict[s
     }
 
 
+@contextlib.contextmanager
+def one_size(grid: tuple[int, int, int] = (3, 4, 6), num_text: int = 5) -> Iterator[None]:
+    """All samples have one size, so that they make a batch."""
+    names = {"GRIDS": [grid] * len(ALL), "TEXT_LENGTHS": [num_text] * len(ALL)}
+    with mock.patch.dict(globals(), names):
+        yield
+
+
+def as_batch(case: Case, ids: Sequence[int], *, needs_grad: bool = True, **changed: Any) -> dict[str, Any]:
+    """Samples of one size as diffusers' own forward takes them; sample 0 shapes an empty batch."""
+    found = [case.sample(i) for i in ids] or [case.sample(0)]
+    arguments: dict[str, Any] = {}
+    for key, value in found[0].items():
+        values = [sample[key] for sample in found]
+        if key in case.shared:
+            arguments[key] = value
+        elif isinstance(value, list):
+            arguments[key] = values[: len(ids)]
+        else:
+            arguments[key] = torch.stack(values)[: len(ids)]
+    return with_grad(case, arguments | changed, needs_grad)
+
+
+def run_batch(case: Case, model: Any, ids: Sequence[int], **options: Any) -> dict[str, Any]:
+    """A batched call and its backward pass, of diffusers' own forward or of a balanced one: the same arguments."""
+    arguments = as_batch(case, ids, **options)
+    with keep_float64():
+        (out,) = model(**arguments, return_dict=False)
+        sum([(part * loss_weights(i, part)).sum() for i, part in zip(ids, out, strict=True)], out.sum() * 0).backward()
+    inputs = {key: arguments[key].grad for key in case.needs_grad}
+    return {
+        "outputs": {"": out.detach()},
+        "inputs": {"": {key: gradient for key, gradient in inputs.items() if gradient is not None}},
+        "parameters": parameter_gradients(model),
+    }
+
+
 def reference(name: str, ids: Sequence[int] = ALL, model: Any = None) -> dict[str, Any]:
     """diffusers' own forward, sample by sample: outputs, input gradients and the sum of the parameter gradients."""
     case = CASES[name]
@@ -338,8 +375,8 @@ def errors(found: dict[str, Any], wanted: dict[str, Any]) -> dict[str, float]:
 
 
 def _largest(found: dict[Any, Tensor], wanted: dict[Any, Tensor]) -> float:
-    scale = max(float(x.norm()) for x in wanted.values())
-    return max(_relative(found[key], x, scale) for key, x in wanted.items())
+    scale = max((float(x.norm()) for x in wanted.values()), default=0.0)
+    return max((_relative(found[key], x, scale) for key, x in wanted.items()), default=0.0)
 
 
 def _relative(found: Tensor, wanted: Tensor, scale: float) -> float:

@@ -14,7 +14,10 @@ from family_cases import (
     balancer_of,
     keep_float64,
     loss_weights,
+    one_size,
+    run_batch,
     stacked,
+    summed,
 )
 from peft import LoraConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -109,10 +112,28 @@ SHARDED = [
 """Family, what comes first, with LoRA, with gradient checkpointing."""
 
 
+BATCHED = {"some": [[0, 3], [1]], "none": [[0, 1, 3], []]}
+"""Samples of each rank."""
+
+
+def batched(rank: int, world_size: int, name: str, homes: str) -> dict[str, Any]:
+    """Batches, of another size on each rank; parameter gradients are summed over ranks."""
+    case = CASES[name]
+    model = balance(case.build(), balancer_of(case.build(), 5))
+    with one_size(*BATCH_SIZES[rank]):
+        found = run_batch(case, model, BATCHED[homes][rank])
+    return {**found, "parameters": summed(found["parameters"])}
+
+
+BATCH_SIZES = [((3, 4, 6), 5), ((1, 8, 6), 3)]
+
+
 def everything(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
     results = all_families(rank, world_size, names)
     for name in MAIN_CASES.values():
         results[name, "bfloat16"] = in_bfloat16(rank, world_size, name)
+        for homes in BATCHED:
+            results[name, "batched", homes] = batched(rank, world_size, name, homes)
     for setting in SHARDED:
         results[setting] = sharded(rank, world_size, *setting)
     return results

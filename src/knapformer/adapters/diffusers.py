@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from knapformer.adapters.calls import Call
 from knapformer.adapters.family import Family, check_sources, check_structure
 from knapformer.adapters.packing import Batch
 from knapformer.errors import ConfigurationError
@@ -23,16 +24,6 @@ FAMILIES = {
     "HunyuanVideoTransformer3DModel": "knapformer.adapters.hunyuan_video",
 }
 """Which module adapts which class."""
-
-UNSUPPORTED = (
-    "attention_kwargs",
-    "joint_attention_kwargs",
-    "controlnet_block_samples",
-    "controlnet_single_block_samples",
-    "block_controlnet_hidden_states",
-    "skip_layers",
-)
-"""Arguments of diffusers' forwards, for inference or ControlNets, that are refused unless None."""
 
 STATE = "_knapformer"
 """Attribute of a balanced transformer that holds its ``Balanced``."""
@@ -54,9 +45,10 @@ class Balanced:
 def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, check_sources: bool = True) -> Any:
     """Make a transformer of diffusers run packed and balanced, in place.
 
-    Its forward then takes the same arguments in the same order, but lists of per-sample tensors without the batch
-    dimension instead of batched ones: variable resolutions, frames and real text lengths in one batch. ``sample`` of
-    its output is a list too, and ``rows`` has the same values packed, with a graph even where a rank has no sample.
+    Its forward then takes the same arguments in the same order, each batched as before or as a list of per-sample
+    tensors without the batch dimension: variable resolutions, frames and real text lengths in one batch. ``sample`` of
+    its output is batched where ``hidden_states`` is, else a list, and ``rows`` has the same values packed, with a graph
+    even where a rank has no sample.
     Every rank of the balancing group calls forward and backward in every step, with or without samples.
 
     It may be called before or after ``fully_shard``, before or after adapters are added with peft. Parameters, buffers,
@@ -136,7 +128,7 @@ def prepare(transformer: Any, *inputs: Any, **named_inputs: Any) -> Any:
         RankError: on every rank, if the inputs of one are no inputs of this model, naming it and its error.
     """
     state = _state_of(transformer)
-    return _open(transformer, state, inputs, named_inputs, None)[1]
+    return _open(transformer, state, inputs, named_inputs, None)[2]
 
 
 def cost_of(transformer: Any, **overrides: Any) -> CostModel:
@@ -193,31 +185,21 @@ def _state_of(transformer: Any) -> Balanced:
     return checked
 
 
-def _forward(
-    self: Any,
-    *inputs: Any,
-    step: Any = None,
-    return_dict: bool = True,
-    **named_inputs: Any,
-) -> Any:
+def _forward(self: Any, *inputs: Any, step: Any = None, **named_inputs: Any) -> Any:
     """Forward of a balanced transformer; every rank of the group calls it."""
-    from knapformer.adapters.output import BalancedOutput
-
     state = _state_of(self)
-    batch, step = _open(self, state, inputs, named_inputs, step)
+    call, batch, step = _open(self, state, inputs, named_inputs, step)
     rows: Tensor = state.family.compute(self, batch, step)
     rows = step.restore(rows) if state.family.stream is None else step.restore(rows, stream=state.family.stream)
-    # FSDP2 warns of outputs that are views.
-    rows, output = rows.clone(), [sample.clone() for sample in batch.unpack(rows)]
-    return BalancedOutput(sample=output, rows=rows) if return_dict else (output, rows)
+    return call.output(rows, batch, self.config)
 
 
-def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, step: Any) -> tuple[Batch, Any]:
+def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, step: Any) -> tuple[Call, Batch, Any]:
     """Pack the inputs and plan the step. An error in packing is raised on all ranks, unless a step is given."""
     family, balancer = state.family, state.balancer
     try:
-        _refuse(named_inputs)
-        batch = family.pack(transformer, state.keep_padding, *inputs, **named_inputs)
+        call = Call.of(family, inputs, named_inputs)
+        batch = family.pack(transformer, state.keep_padding, **call.arguments)
     except Exception as error:
         if step is None:
             balancer.prepare(family.empty_lengths, error=error)
@@ -226,15 +208,4 @@ def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, ste
         step = balancer.prepare(batch.lengths, conditioning=dict(batch.conditioning) or None)
     else:
         step.check_lengths(batch.lengths, conditioning=batch.conditioning)
-    return batch, step
-
-
-def _refuse(named_inputs: dict[str, Any]) -> None:
-    """Take out arguments of diffusers' forward that a balanced model has no use for.
-
-    Raises:
-        ConfigurationError: one of them is set.
-    """
-    for name in UNSUPPORTED:
-        if named_inputs.pop(name, None) is not None:
-            raise ConfigurationError(f"a balanced model does not take {name}")
+    return call, batch, step

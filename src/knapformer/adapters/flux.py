@@ -48,30 +48,29 @@ def pack(
     *,
     encoder_attention_mask: Any = None,
 ) -> Batch:
-    """Per sample: hidden_states (L, in_channels), encoder_hidden_states (L_text, joint_attention_dim), img_ids (L, 3),
-    txt_ids (L_text, 3) or None for zeros; pooled_projections (S, P), timestep (S,), guidance (S,)."""
+    """Per sample: hidden_states (L, in_channels), encoder_hidden_states (L_text, joint_attention_dim), img_ids (L, 3)
+    or one for all, txt_ids likewise or None for zeros; pooled_projections (S, P), timestep (S,), guidance (S,)."""
     dtype, device, config = float_dtype(model), device_of(model), model.config
     visual = samples("hidden_states", hidden_states, 2, "(L, C)")
     text = samples("encoder_hidden_states", encoder_hidden_states, 2, "(L_text, C)", len(visual))
     if txt_ids is None:
         txt_ids = [torch.zeros(len(part), 3, dtype=torch.int64) for part in text]
-    text_ids = real_text(
-        samples("txt_ids", txt_ids, 2, "(L_text, 3)", len(visual)), encoder_attention_mask, keep_padding
-    )
-    text = real_text(text, encoder_attention_mask, keep_padding)
+    text_ids = samples("txt_ids", txt_ids, 2, "(L_text, 3)", len(visual), is_shareable=True)
+    visual_ids = samples("img_ids", img_ids, 2, "(L, 3)", len(visual), is_shareable=True)
+    text, text_ids = (real_text(part, encoder_attention_mask, keep_padding) for part in (text, text_ids))
     wide = torch.promote_types(dtype, torch.float32)
     scalars = [("timestep", timestep)] + ([("guidance", guidance)] if config.guidance_embeds else [])
     vectors = [stack_vectors(name, values, len(visual), 1, wide, device) for name, values in scalars]
     pooled_width = config.pooled_projection_dim
     vectors.append(stack_vectors("pooled_projections", pooled_projections, len(visual), pooled_width, wide, device))
-    lengths = [len(part) for part in visual]
+    lengths, text_lengths = ([len(part) for part in parts] for parts in (visual, text))
     return Batch(
-        {"text": [len(part) for part in text], "visual": lengths},
+        {"text": text_lengths, "visual": lengths},
         {
             "visual": stack_rows("hidden_states", visual, config.in_channels, dtype, device),
-            "visual_ids": stack_ids("img_ids", samples("img_ids", img_ids, 2, "(L, 3)", len(visual)), 3, device),
+            "visual_ids": stack_ids("img_ids", visual_ids, 3, device, lengths, "hidden_states"),
             "text": stack_rows("encoder_hidden_states", text, config.joint_attention_dim, dtype, device),
-            "text_ids": stack_ids("txt_ids", text_ids, 3, device),
+            "text_ids": stack_ids("txt_ids", text_ids, 3, device, text_lengths, "encoder_hidden_states"),
             "vectors": torch.cat(vectors, dim=1),
         },
         lambda rows: list(rows.split(lengths)),

@@ -118,24 +118,35 @@ def device_of(model: nn.Module) -> torch.device:
     return next(model.parameters()).device
 
 
-def samples(name: str, values: Any, ndim: int, layout: str, num_samples: int | None = None) -> list[Tensor]:
-    """Check a list of per-sample tensors.
+def samples(
+    name: str, values: Any, ndim: int, layout: str, num_samples: int | None = None, *, is_shareable: bool = False
+) -> list[Tensor]:
+    """Per-sample tensors, given as a list of them or as one tensor with a batch dimension.
+
+    Args:
+        num_samples: of ``hidden_states``, where that is another input.
+        is_shareable: a tensor without a batch dimension is that of every sample.
 
     Raises:
-        ConfigurationError: it is no list of ``ndim``-dimensional tensors.
-        LengthsError: it lists another number of samples than ``hidden_states``.
+        ConfigurationError: neither a list of ``ndim``-dimensional tensors nor a tensor of one more dimension.
+        LengthsError: of another number of samples than ``hidden_states``.
     """
+    if isinstance(values, Tensor) and values.ndim == ndim + 1:
+        values = list(values.unbind(0))
+    elif isinstance(values, Tensor) and values.ndim == ndim and is_shareable and num_samples is not None:
+        values = [values] * num_samples
     if isinstance(values, Tensor) or not isinstance(values, Sequence):
         shape = f" of shape {tuple(values.shape)}" if isinstance(values, Tensor) else ""
         raise ConfigurationError(
-            f"{name}: a balanced model takes a list of per-sample tensors {layout}, got {type(values).__name__}{shape}"
+            f"{name}: a balanced model takes a list of per-sample tensors {layout}, or one tensor with a batch "
+            f"dimension before these, got {type(values).__name__}{shape}"
         )
     for i, value in enumerate(values):
         if not isinstance(value, Tensor) or value.ndim != ndim:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigurationError(f"{name}[{i}]: expected a tensor {layout}, got {found}")
     if num_samples is not None and len(values) != num_samples:
-        raise LengthsError(f"{name} lists {len(values)} samples, hidden_states {num_samples}")
+        raise LengthsError(f"{name} has {len(values)} samples, hidden_states {num_samples}")
     return list(values)
 
 
@@ -148,16 +159,25 @@ def stack_rows(name: str, rows: Sequence[Tensor], width: int, dtype: torch.dtype
     return torch.cat([empty, *(to_device(part, device).to(dtype) for part in rows)])
 
 
-def stack_ids(name: str, ids: Sequence[Tensor], width: int, device: torch.device) -> Tensor:
+def stack_ids(
+    name: str, ids: Sequence[Tensor], width: int, device: torch.device, lengths: Sequence[int], rows_of: str
+) -> Tensor:
     """Position ids (L_i, width) of all samples as integers, which travel exactly.
 
+    Args:
+        lengths: tokens L_i of each sample.
+        rows_of: the input that has these tokens, for the error.
+
     Raises:
+        LengthsError: a sample has other numbers of ids than of tokens.
         ConfigurationError: an id is no whole number, or may have been rounded to one: mixed precision casts what a
             model is called with. Integer ids are not looked at, so that no device is waited for.
     """
     for i, part in enumerate(ids):
         if part.shape[1] != width:
             raise ConfigurationError(f"{name}[{i}]: expected {width} ids per token, got {part.shape[1]}")
+        if len(part) != lengths[i]:
+            raise LengthsError(f"{name}[{i}] has ids of {len(part)} tokens, {rows_of}[{i}] {lengths[i]} tokens")
         if part.is_floating_point():
             _check_whole(f"{name}[{i}]", part)
     empty = torch.empty(0, width, dtype=torch.int64, device=device)
@@ -178,12 +198,17 @@ def _check_whole(name: str, ids: Tensor) -> None:
 def stack_vectors(
     name: str, values: Any, num_samples: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """One value (``width`` 1) or vector per sample, as a tensor or a list, to (num_samples, width)."""
+    """One value (``width`` 1) or vector per sample, as a tensor or a list, to (num_samples, width).
+
+    A tensor of a single one is that of every sample, as in diffusers.
+    """
     if not isinstance(values, Tensor):
         if not isinstance(values, Sequence):
             raise ConfigurationError(f"{name}: expected one value per sample, got {values!r}")
         parts = [torch.as_tensor(value).reshape(-1) for value in values]
         values = torch.stack(parts) if parts else torch.empty(0, width)
+    elif values.shape[:1] == (1,) and values.numel() == width:
+        values = values.expand(num_samples, *values.shape[1:])
     if values.shape[:1] != (num_samples,) or values.numel() != num_samples * width:
         what = f"{width} channels" if width > 1 else "one value"
         raise LengthsError(f"{name}: expected {what} for each of {num_samples} samples, got {tuple(values.shape)}")

@@ -83,6 +83,8 @@ def _position_ids(
 ) -> tuple[Tensor, Tensor]:
     """Rows of the model's frequency tables: (T_visual, 4) frame, row, column and whether it is a condition image, and
     (T_text, 1)."""
+    if isinstance(shapes, Sequence) and len(shapes) == 1:
+        shapes = list(shapes) * len(lengths)
     if not isinstance(shapes, Sequence) or len(shapes) != len(lengths):
         raise LengthsError(f"img_shapes must list the images of each of {len(lengths)} samples, got {shapes!r}")
     ids = [torch.empty(0, 4, dtype=torch.int64, device=device)]

@@ -93,8 +93,10 @@ def _timesteps(
     values: Any, grids: Sequence[Sequence[int]], dtype: torch.dtype, device: torch.device
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Each sample's timesteps, and for each of its tokens which of them it has."""
+    if isinstance(values, Tensor) and values.shape[:1] == (1,):
+        values = values.expand(len(grids), *values.shape[1:])
     if len(values) != len(grids):
-        raise LengthsError(f"timestep lists {len(values)} samples, hidden_states {len(grids)}")
+        raise LengthsError(f"timestep has {len(values)} samples, hidden_states {len(grids)}")
     times, time_rows = [], []
     for i, (value, grid) in enumerate(zip(values, grids, strict=True)):
         time = torch.as_tensor(value).reshape(-1).to(device, dtype)
