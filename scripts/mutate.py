@@ -35,7 +35,9 @@ PACKAGE = "src/knapformer"
 SCHEMA = "knapformer.mutation/1"
 
 FAMILIES = "tests/adapters/test_families.py"
-BALANCE, EDGES, PUBLISHED = (f"tests/adapters/test_{name}.py" for name in ("balance", "edges", "published"))
+BALANCE, CALLS, EDGES, PUBLISHED = (
+    f"tests/adapters/test_{name}.py" for name in ("balance", "calls", "edges", "published")
+)
 PADDING = [f"{FAMILIES}::test_{name}" for name in ("masked_padding_is_dropped", "keep_padding", "unbalance_and_copies")]
 ROUTES, HOST_PATH, ATTEND = (f"tests/execution/test_{name}.py" for name in ("routes", "host_path", "attend"))
 STEPS = [ATTEND, "tests/test_balancer.py", "tests/test_steps.py"]
@@ -51,7 +53,7 @@ WAN = one_rank("wan", "wan-per-token-timesteps", "wan-image")
 QWEN = one_rank("qwen-image", "qwen-image-edit", "qwen-image-layered")
 HUNYUAN = one_rank("hunyuan-video", "hunyuan-video-token-replace")
 SD3 = one_rank("sd3", "sd3.5")
-OTHERS = [EDGES, BALANCE, *PADDING]
+OTHERS = [EDGES, CALLS, BALANCE, *PADDING]
 
 TESTS: dict[str, tuple[list[str], list[str]]] = {
     "schedules/tokens": (["tests/schedules"], [ROUTES, *STEPS]),
@@ -62,8 +64,12 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/test_steps.py", "tests/execution/test_exchange_memory.py", "tests/test_law3.py"],
     ),
     "training/losses": (["tests/training/test_losses.py"], ["tests/test_steps.py"]),
-    "plans/plan": (PLANS[:3], [*PLANS[3:], "tests/plans/test_worked_example.py", "tests/schedules"]),
+    "plans/plan": (
+        PLANS[:3],
+        [*PLANS[3:], "tests/plans/test_lanes.py", "tests/plans/test_worked_example.py", "tests/schedules"],
+    ),
     "given/cost": (["tests/given"], ["tests/predict/test_timeline.py", "tests/plans/test_planners.py"]),
+    "adapters/calls": ([CALLS, BALANCE], [EDGES, *PADDING]),
     "adapters/diffusers": ([EDGES, BALANCE], [f"{FAMILIES}::test_accelerate", *PADDING]),
     "adapters/family": ([EDGES, BALANCE], PADDING),
     "adapters/flux": (one_rank("flux"), OTHERS),
