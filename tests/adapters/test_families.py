@@ -32,7 +32,6 @@ from launch import run_ranks
 from torch import nn
 
 from knapformer.adapters import FAMILIES, balance, unbalance
-from knapformer.errors import ConfigurationError
 
 PRELOAD = ["peft", "torch.distributed.fsdp", *FAMILIES.values()]
 """Slow to import."""
@@ -256,20 +255,6 @@ def test_autocast_is_close_to_diffusers(name: str) -> None:
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     for out, reference_out in zip(output.sample, wanted, strict=True):
         assert (out - reference_out).float().norm() < 0.05 * reference_out.float().norm()
-
-
-def test_accelerate() -> None:
-    """``Accelerator.prepare`` wraps forward; it comes after ``balance``."""
-    accelerate = pytest.importorskip("accelerate")
-    model = CASES["flux"].build().float()
-    balance(model, balancer_of(model))
-    _, arguments = stacked(CASES["flux"], ALL, needs_grad=False)
-    with torch.autocast("cpu", torch.bfloat16):
-        wanted = model(**arguments).sample
-    output = accelerate.Accelerator(mixed_precision="bf16", cpu=True).prepare(model)(**arguments)
-    assert all(torch.equal(a, b.float()) for a, b in zip(output.sample, wanted, strict=True))
-    with pytest.raises(ConfigurationError, match="was replaced after balance"):
-        unbalance(model)
 
 
 @pytest.mark.parametrize("name", MAIN_CASES.values())

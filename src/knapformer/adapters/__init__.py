@@ -3,6 +3,6 @@
 Imports ``models``, ``balancer`` and what these import.
 """
 
-from knapformer.adapters.diffusers import FAMILIES, balance, cost_of, prepare, unbalance
+from knapformer.adapters.diffusers import FAMILIES, balance, cost_of, prepare, unbalance, unbalanced
 
-__all__ = ["FAMILIES", "balance", "cost_of", "prepare", "unbalance"]
+__all__ = ["FAMILIES", "balance", "cost_of", "prepare", "unbalance", "unbalanced"]

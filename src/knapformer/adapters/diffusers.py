@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from knapformer.adapters.calls import Call
 from knapformer.adapters.family import Family, check_sources, check_structure
 from knapformer.adapters.packing import Batch
+from knapformer.adapters.wrappers import check_own_forward, reaches, unwrapped
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 
@@ -55,7 +57,8 @@ def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, chec
     submodules and state dict stay as they are.
 
     Args:
-        transformer: of a class in ``FAMILIES``, pretrained or not.
+        transformer: of a class in ``FAMILIES``, pretrained or not, or a DDP, FSDP1, ``torch.compile`` or peft module
+            around one.
         balancer: a ``knapformer.Balancer``; see ``cost_of`` for its cost model.
         keep_padding: keep the text's padding tokens, as the family's pretrained weights expect. By default tokens that
             ``encoder_attention_mask`` excludes are dropped. Only for families that attend to padding.
@@ -68,6 +71,7 @@ def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, chec
         ConfigurationError: no adapter for this class or configuration, a diffusers that does not match it, or a
             transformer whose forward something else has replaced.
     """
+    whole, transformer = transformer, unwrapped(transformer)
     family = family_of(transformer)
     version = diffusers_version()
     if STATE in transformer.__dict__:
@@ -79,39 +83,46 @@ def balance(transformer: Any, balancer: Any, *, keep_padding: bool = False, chec
     if check_sources:
         _check_sources(family, version)
     check_structure(family, transformer, version)
-    patches = _patches(transformer, family)
-    for module, _ in patches:
-        if "forward" in module.__dict__:
-            raise ConfigurationError(
-                f"the forward of a {type(module).__name__} was replaced already; call balance() first, and checkpoint "
-                "or compile after it"
-            )
-    for module, forward in patches:
-        # On the instance, as a bound method, which follows the module when the model is deep-copied.
-        module.forward = MethodType(forward, module)
-    transformer.__dict__[STATE] = Balanced(family, balancer, keep_padding)
-    return transformer
+    _put_on(transformer, Balanced(family, balancer, keep_padding))
+    return whole
 
 
 def unbalance(transformer: Any) -> Any:
     """Undo ``balance``.
 
     Returns:
-        ``transformer``, which takes batched tensors again.
+        ``transformer``, which runs as diffusers made it.
 
     Raises:
-        ConfigurationError: it is not balanced, or something has replaced a forward since.
+        ConfigurationError: it is not balanced, or something has replaced a forward since. accelerate's mixed precision
+            may stay around it.
     """
-    family = _state_of(transformer).family
-    # Layers that were added since, by peft, have no forward of their own.
-    patches = [patch for patch in _patches(transformer, family) if "forward" in patch[0].__dict__]
-    for module, forward in patches:
-        if getattr(module.forward, "__func__", None) is not forward:
-            raise ConfigurationError(f"the forward of a {type(module).__name__} was replaced after balance()")
-    for module, _ in patches:
-        del module.__dict__["forward"]
-    del transformer.__dict__[STATE]
+    _take_off(unwrapped(transformer))
     return transformer
+
+
+@contextlib.contextmanager
+def unbalanced(transformer: Any) -> Iterator[Any]:
+    """Inside it the transformer runs as diffusers made it, on this rank alone: for validation and sampling in training.
+
+    It is no collective, and neither is a forward of the transformer inside it: the main process may sample while the
+    others wait. With sharded parameters (FSDP) forward gathers them, and then every rank must call it.
+
+    Args:
+        transformer: balanced; wrapped or not.
+
+    Yields:
+        The transformer without wrappers, for a pipeline of diffusers.
+
+    Raises:
+        ConfigurationError: as ``unbalance``.
+    """
+    inner = unwrapped(transformer)
+    state = _take_off(inner)
+    try:
+        yield inner
+    finally:
+        _put_on(inner, state)
 
 
 def prepare(transformer: Any, *inputs: Any, **named_inputs: Any) -> Any:
@@ -127,12 +138,14 @@ def prepare(transformer: Any, *inputs: Any, **named_inputs: Any) -> Any:
     Raises:
         RankError: on every rank, if the inputs of one are no inputs of this model, naming it and its error.
     """
+    transformer = unwrapped(transformer)
     state = _state_of(transformer)
     return _open(transformer, state, inputs, named_inputs, None)[2]
 
 
 def cost_of(transformer: Any, **overrides: Any) -> CostModel:
     """The cost model of a transformer from its configuration; anything else (gamma, machine, …) by keyword."""
+    transformer = unwrapped(transformer)
     return replace(family_of(transformer).cost(transformer.config), **overrides)
 
 
@@ -177,6 +190,46 @@ def _patches(transformer: nn.Module, family: Family) -> list[tuple[nn.Module, Ca
     return [(transformer, _forward), *((module, layer.forward) for module, layer in found if layer is not None)]
 
 
+def _put_on(transformer: nn.Module, state: Balanced) -> None:
+    """Replace the forwards, those of layers that were added since too.
+
+    Raises:
+        ConfigurationError: something has replaced one already.
+    """
+    patches = [patch for patch in _patches(transformer, state.family) if not _is_ours_inside(*patch)]
+    for module, _ in patches:
+        check_own_forward(module)
+    for module, forward in patches:
+        # On the instance, as a bound method, which follows the module when the model is deep-copied.
+        module.forward = MethodType(forward, module)
+    transformer.__dict__[STATE] = state
+
+
+def _take_off(transformer: Any) -> Balanced:
+    """Give the modules their own forwards back.
+
+    Raises:
+        ConfigurationError: not balanced, or something has replaced a forward since.
+    """
+    state = _state_of(transformer)
+    # Layers that were added since, by peft, have no forward of their own.
+    patches = [patch for patch in _patches(transformer, state.family) if "forward" in patch[0].__dict__]
+    patches = [patch for patch in patches if not _is_ours_inside(*patch)]
+    for module, forward in patches:
+        if getattr(module.forward, "__func__", None) is not forward:
+            raise ConfigurationError(f"the forward of a {type(module).__name__} was replaced after balance()")
+    for module, _ in patches:
+        del module.__dict__["forward"]
+    del transformer.__dict__[STATE]
+    return state
+
+
+def _is_ours_inside(module: nn.Module, forward: Callable[..., Any]) -> bool:
+    """Whether accelerate's wrapper holds on to the whole transformer's ``_forward``; that sees by itself what to do."""
+    own = module.__dict__.get("forward")
+    return forward is _forward and getattr(own, "__func__", None) is not forward and reaches(own, forward)
+
+
 def _state_of(transformer: Any) -> Balanced:
     state = getattr(transformer, "__dict__", {}).get(STATE)
     if state is None:
@@ -187,6 +240,8 @@ def _state_of(transformer: Any) -> Balanced:
 
 def _forward(self: Any, *inputs: Any, step: Any = None, **named_inputs: Any) -> Any:
     """Forward of a balanced transformer; every rank of the group calls it."""
+    if STATE not in self.__dict__:  # unbalanced, under a wrapper that holds on to this forward
+        return type(self).forward(self, *inputs, **named_inputs)
     state = _state_of(self)
     call, batch, step = _open(self, state, inputs, named_inputs, step)
     rows: Tensor = state.family.compute(self, batch, step)
