@@ -25,6 +25,7 @@ ORDER = (
     "execution",
     "streams",
     "step",
+    "prefetch",
     "balancer",
     "models",
     "training",

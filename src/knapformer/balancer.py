@@ -23,6 +23,7 @@ from knapformer.plans.micro_batches import MicroBatch, parse_micro_batches, spli
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import make_plan
 from knapformer.plans.problem import Caps, as_topology, cost_on, on_ranks
+from knapformer.prefetch import Prefetch
 from knapformer.step import Step
 from knapformer.version import __version__
 
@@ -114,9 +115,52 @@ class Balancer:
                 naming it; the same on all ranks, before any token moves.
         """
         local = LocalInput.collect(lambda: parse_local_lengths(lengths), num_rows, error, conditioning)
-        everywhere, rows = gather_inputs(self.group, local, self._fingerprint("prepare"))
-        (plan,) = self._agree(lambda: [everywhere])
+        return self._plan_step(self.group, local, self._fingerprint("prepare"))
+
+    def _plan_step(self, group: BalancingGroup, local: LocalInput, fingerprint: Mapping[str, Any]) -> Step:
+        """``prepare`` over ``group``, this balancer's ranks with any control group. Every rank of it calls this."""
+        everywhere, rows = gather_inputs(group, local, fingerprint)
+        (plan,) = self._agree(group, lambda: [everywhere])
         return Step(self, plan, everywhere, rows)
+
+    def prefetch(
+        self,
+        loader: Any,
+        lengths_of: Callable[[Any], Any],
+        *,
+        ahead: int = 2,
+        conditioning_of: Callable[[Any], Mapping[str, Any]] | None = None,
+        num_rows_of: Callable[[Any], int] | None = None,
+    ) -> Prefetch:
+        """Steps that are loaded, agreed on and planned on a thread, while earlier ones run.
+
+            for batch, step in balancer.prefetch(loader, lengths_of): ...
+
+        Plans are those that ``prepare`` makes. Every rank of the balancing group calls it, at the same point of the
+        program, and iterates over what it gives once an epoch: it has a process group of its own, so make it once. Its
+        ``state_dict`` and ``load_state_dict`` resume in mid-epoch. A data set that draws from global random state
+        should be read by the loader's workers: here its draws would fall between those of the loop.
+
+        Args:
+            loader: gives this rank's batches. Where it, or its batch sampler, has a ``state_dict``, so have the steps.
+            lengths_of: of a batch what ``prepare`` takes as lengths; called on the thread.
+            ahead: steps that are ready at most, beside the one that runs; the same on all ranks.
+            conditioning_of: of a batch what ``prepare`` takes as ``conditioning``.
+            num_rows_of: of a batch what ``prepare`` takes as ``num_rows``.
+
+        Raises:
+            ConfigurationError: ``ahead`` is no integer of at least 1.
+        """
+        return Prefetch(
+            self.group,
+            self._plan_step,
+            self._fingerprint,
+            loader,
+            lengths_of,
+            ahead=ahead,
+            conditioning_of=conditioning_of,
+            num_rows_of=num_rows_of,
+        )
 
     def prepare_micro_batches(
         self,
@@ -151,7 +195,7 @@ class Balancer:
             parts.extend(split_micro_batches(everywhere, count, self.cost, self.max_tokens_per_rank))
             return [part.lengths for part in parts]
 
-        plans = self._agree(split)
+        plans = self._agree(self.group, split)
         return [
             MicroStep(
                 Step(self, plan, part.lengths, {name: own[part.ids] for name, own in rows.items()}, i),
@@ -160,7 +204,7 @@ class Balancer:
             for i, (plan, part) in enumerate(zip(plans, parts, strict=True), start=1)
         ]
 
-    def _agree(self, make_lengths: Callable[[], list[Lengths]]) -> list[Plan]:
+    def _agree(self, group: BalancingGroup, make_lengths: Callable[[], list[Lengths]]) -> list[Plan]:
         """Plan, and check that all ranks made the same plans. Every rank of the group calls it."""
         plans: list[Plan] = []
         digest, failure = None, None
@@ -172,7 +216,7 @@ class Balancer:
             digest = hashlib.sha256(b"".join(plan.digest() for plan in plans)).digest()
         except Exception as planning_error:  # whatever it is, the other ranks wait
             failure = carried(planning_error)
-        agree_on_plan(self.group, digest, failure)
+        agree_on_plan(group, digest, failure)
         return plans
 
     def plan(self, lengths: Lengths) -> Plan:

@@ -198,6 +198,11 @@ class Step:
             self._fail(error)
             raise
 
+    def begin(self) -> None:
+        """For ``knapformer.prefetch``: the step was made beside earlier ones, and its calls begin now."""
+        if self._calls is not None:
+            self._calls.begin()
+
     def check(self) -> None:
         """Compare the calls of all ranks up to here; every rank of the balancing group calls it, or none.
 

@@ -20,9 +20,6 @@ from knapformer.execution.transport import Members, all_gather, gather_text
 from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.schedules.meetings import Links, connected
 
-STRAYS = 6
-"""Column of a header: whether messages of other calls have arrived."""
-
 
 @dataclass(frozen=True, slots=True)
 class LocalInput:
@@ -109,12 +106,11 @@ def agree(
     calls = group.calls
     transcript = None if calls is None else calls.transcript
     digests = (0, 0) if transcript is None else transcript.digests
-    has_strays = calls is not None and calls.marks is not None and calls.marks.known()
-    header = [number, int(error is not None), _hash(configuration), _hash(names), *digests, int(has_strays)]
+    header = [number, int(error is not None), _hash(configuration), _hash(names), *digests]
     headers = all_gather(group, np.asarray(header, np.int64))
     if calls is not None:
         calls.compared()
-    if headers[:, [1, STRAYS]].any() or (headers[:, 2:] != headers[0, 2:]).any():
+    if headers[:, 1].any() or (headers[:, 2:] != headers[0, 2:]).any():
         content = {"configuration": configuration, "names": names, "error": _error_dict(error)}
         if transcript is not None and calls is not None:
             content |= {
@@ -138,6 +134,19 @@ def compare_calls(group: Members) -> None:
     if group.calls is not None:
         group.calls.outside(CHECK)
         agree(group, {}, [], None)
+
+
+def begin_step(group: Members, configuration: Mapping[str, Any]) -> None:
+    """Begin a step that was agreed on beside the steps before it: compare the calls of all ranks up to here. Every rank
+    of the group calls it.
+
+    Raises:
+        DisagreementError, or what a rank raised in a call: the same on all ranks.
+    """
+    if group.calls is not None:
+        group.calls.num_steps += 1
+        group.calls.outside(PREPARE)
+        agree(group, configuration, [], None)
 
 
 def agree_on_plan(group: Members, digest: bytes | None, error: KnapFormerError | None) -> None:
@@ -212,9 +221,6 @@ def _other_calls(said: Sequence[Mapping[str, Any]], headers: Any, label: IntArra
             told = zip(said[other]["calls"], words["calls"], strict=True)
             found = [first_difference(calls, [other, rank]) for calls in told]
             return DisagreementError(next(filter(None, found), "ranks disagree, but say the same: a hash collision"))
-    strays = np.flatnonzero(headers[:, STRAYS])
-    if len(strays):
-        return DisagreementError(f"rank {strays[0]} has received messages of other calls than it made")
     return None
 
 

@@ -22,7 +22,6 @@ from knapformer.errors import (
 )
 from knapformer.execution.agreement import agree
 from knapformer.execution.calls import Calls, Description
-from knapformer.execution.marks import Marks
 from knapformer.execution.transport import all_gather, gather_text
 from knapformer.execution.watch import Watch
 
@@ -64,12 +63,18 @@ class BalancingGroup:
         if self.data is None or self.control is None or self.size == 1:
             return self
         watch = Watch(dist.distributed_c10d._get_default_store())
-        is_gloo = dist.get_backend(self.data) == "gloo"
-        groups = [self.control, self.data] if is_gloo else [self.control]
-        marks = None if is_gloo else Marks()
-        calls = Calls(self.control.group_name, self.rank, self.world_ranks, watch, groups, marks)
+        groups = [self.control, self.data] if dist.get_backend(self.data) == "gloo" else [self.control]
+        calls = Calls(self.control.group_name, self.rank, self.world_ranks, watch, groups)
         watch.begin(calls)
         return replace(self, calls=calls)
+
+    def beside(self) -> BalancingGroup:
+        """The same ranks with a control group of its own, for agreements beside those of this one; calls are not noted.
+        Every rank of the group calls it."""
+        if self.control is None:
+            return self
+        control = subgroup(self.control, [range(self.size)], "gloo", self.timeout)
+        return replace(self, control=control, calls=None)
 
     @classmethod
     def create(
