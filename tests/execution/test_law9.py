@@ -13,10 +13,13 @@ import pytest
 import torch
 from disagreements import CASES, COST, HEADS, LENGTHS, heads
 from launch import run_ranks
+from torch import Tensor
 
 from knapformer import Balancer, DisagreementError, KnapFormerError, Lengths, Plan
 from knapformer.execution import watch
 from knapformer.execution.calls import Call, Calls, Description, StepCalls, first_difference
+from knapformer.execution.marks import Marks
+from knapformer.execution.transport import Channel
 from knapformer.models import local_attention
 
 LIMIT_S = 20.0
@@ -165,6 +168,85 @@ def test_and_nothing_else(bad, text):
     """The negative control: a connected rank without its backward pass, and another call on the one that is not."""
     told = run_ranks(gradients_of_some, 3, bad)
     assert len(set(told)) == 1 and text in told[0], told
+
+
+def marked_balancer(planner: Any = "ulysses") -> Balancer:
+    """As on NCCL, whose messages carry no tags: in batches, with marks. Gloo stands in for it."""
+    balancer = Balancer(COST, planner=planner)
+    calls = balancer.group.calls
+    assert calls is not None
+    calls.marks = Marks()
+    balancer.channel = Channel.over(balancer.group.data, balancer.group.rank, None, calls)
+    return balancer
+
+
+def routes_without_tags(rank: int, _world: int, bad: bool) -> tuple[Tensor, str, bool]:
+    """Two tensors of as many bytes, which rank 1 may route in the other order; one of them has fractions."""
+    balancer, found, told = marked_balancer(), {}, ""
+    step = balancer.prepare(LENGTHS[rank])
+    numbers = torch.arange(sum(LENGTHS[rank]))
+    xs = {"float": numbers + 0.5, "int": numbers.int()}
+    with torch.no_grad():
+        for name in ("int", "float") if bad and rank == 1 else ("float", "int"):
+            found[name] = step.route(xs[name])
+    try:
+        step.check()
+        balancer.prepare(LENGTHS[rank])
+    except DisagreementError as error:
+        told = str(error)
+    assert balancer.group.calls is not None and balancer.group.calls.marks is not None
+    return found["float"], told, balancer.group.calls.marks.known()
+
+
+def test_without_tags_a_message_of_another_call_is_no_number():
+    good, bad = (run_ranks(routes_without_tags, 3, wrong) for wrong in (False, True))
+    for x, told, known in good:
+        assert (len(x), told, known) == (9, "", False) and torch.equal(x % 1, torch.full((9,), 0.5))
+    assert len({told for _, told, _ in bad}) == 1 and "rank 1 made step 1, call 1: route of tokens: int" in bad[0][1]
+    for x, _, known in bad:
+        assert known and x.isnan().any(), "each rank has received a message of another call"
+
+
+def backward_without_tags(rank: int, _world: int, bad: bool) -> tuple[list[bool], str]:
+    """Two losses, of which rank 1 may run the second one first: of each gradient, whether it is right and is finite."""
+    balancer, steps, losses, told = marked_balancer(), [], [], ""
+    xs = [heads(rank).requires_grad_() for _ in range(2)]
+    for x in xs:
+        steps.append(balancer.prepare(LENGTHS[rank]))
+        y = steps[-1].route(x)
+        losses.append(steps[-1].restore(steps[-1].attention(y, y, y.sin())).square().sum())
+    for i in (1, 0) if bad and rank == 1 else (0, 1):
+        (losses[i] * (i + 1)).backward()
+    try:
+        steps[-1].check()  # before the optimizer's step
+    except DisagreementError as error:
+        told = str(error)
+    x = heads(rank).requires_grad_()
+    local_attention(LENGTHS[rank])(x, x, x.sin()).square().sum().backward()
+    assert x.grad is not None
+    return [torch.allclose(y.grad, x.grad * (i + 1), atol=1e-4) for i, y in enumerate(xs)], told
+
+
+def test_without_tags_backward_in_another_order_is_told_before_the_optimizer_steps():
+    good, bad = (run_ranks(backward_without_tags, 3, wrong) for wrong in (False, True))
+    assert good == [([True, True], "")] * 3
+    assert len({told for _, told in bad}) == 1 and "backward of call" in bad[0][1], bad
+    assert not any(any(right) for right, _ in bad[:2])
+
+
+def test_a_mark_is_read_without_waiting_and_one_call_late():
+    marks = Marks()
+    received = torch.zeros(64, dtype=torch.uint8)
+    for arrived, knows in ((7, []), (8, [False, True, True])):
+        marked = marks.of([1], [7], received)
+        marked.arrived.fill_(arrived)
+        marked.wait()
+        assert bool(received.view(torch.float32)[:4].isnan().all()) == bool(knows)
+        assert not received[16:].any()
+        for known in knows:
+            assert marks.known() is known
+    for dtype in (torch.bfloat16, torch.float16, torch.float64):
+        assert received.view(dtype)[: 16 // dtype.itemsize].isnan().all()
 
 
 class Store(dict):

@@ -20,6 +20,9 @@ from knapformer.execution.transport import Members, all_gather, gather_text
 from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.schedules.meetings import Links, connected
 
+STRAYS = 6
+"""Column of a header: whether messages of other calls have arrived."""
+
 
 @dataclass(frozen=True, slots=True)
 class LocalInput:
@@ -106,11 +109,12 @@ def agree(
     calls = group.calls
     transcript = None if calls is None else calls.transcript
     digests = (0, 0) if transcript is None else transcript.digests
-    header = [number, int(error is not None), _hash(configuration), _hash(names), *digests]
+    has_strays = calls is not None and calls.marks is not None and calls.marks.known()
+    header = [number, int(error is not None), _hash(configuration), _hash(names), *digests, int(has_strays)]
     headers = all_gather(group, np.asarray(header, np.int64))
     if calls is not None:
         calls.compared()
-    if headers[:, 1].any() or (headers[:, 2:] != headers[0, 2:]).any():
+    if headers[:, [1, STRAYS]].any() or (headers[:, 2:] != headers[0, 2:]).any():
         content = {"configuration": configuration, "names": names, "error": _error_dict(error)}
         if transcript is not None and calls is not None:
             content |= {
@@ -221,6 +225,9 @@ def _other_calls(said: Sequence[Mapping[str, Any]], headers: Any, label: IntArra
             told = zip(said[other]["calls"], words["calls"], strict=True)
             found = [first_difference(calls, [other, rank]) for calls in told]
             return DisagreementError(next(filter(None, found), "ranks disagree, but say the same: a hash collision"))
+    strays = np.flatnonzero(headers[:, STRAYS])
+    if len(strays):
+        return DisagreementError(f"rank {strays[0]} has received messages of other calls than it made")
     return None
 
 

@@ -4,7 +4,8 @@ It is made of the step, the place in the step, the direction, and a description 
 common. Ranks make the same calls in the same order (law 5). Three things use the identity:
 
 - It is the tag of a gloo message, so that messages of two calls are never taken for one another; a rank that then waits
-  finds out why (``knapformer.execution.watch``).
+  finds out why (``knapformer.execution.watch``). On NCCL it stands in a mark beside the message
+  (``knapformer.execution.marks``).
 - Each rank keeps a transcript of its calls since the last ``prepare``; digests of it are compared in the next one.
 - Every error names the calls.
 """
@@ -29,6 +30,7 @@ from knapformer.errors import (
     PlanError,
     RankError,
 )
+from knapformer.execution.marks import Marks
 from knapformer.schedules.meetings import Links
 
 ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError, DisagreementError)
@@ -180,6 +182,7 @@ class Calls:
         waiting: what the rank waits in, None while it computes; read by the watch's thread.
         verdict: the error that has ended this balancer on all ranks.
         watch: finds out why this rank waits.
+        marks: of messages that cannot carry tags, where there are such.
         groups: gloo groups of this balancer, whose waits a disagreement ends.
     """
 
@@ -187,7 +190,13 @@ class Calls:
     """Of all balancers of the process: a rank that waits in one of them tells the others how far each of them is."""
 
     def __init__(
-        self, name: str, rank: int, world_ranks: Sequence[int], watch: Any = None, groups: Sequence[Any] = ()
+        self,
+        name: str,
+        rank: int,
+        world_ranks: Sequence[int],
+        watch: Any = None,
+        groups: Sequence[Any] = (),
+        marks: Marks | None = None,
     ) -> None:
         self.name, self.rank, self.world_ranks, self.groups = name, rank, tuple(world_ranks), tuple(groups)
         self.num_steps, self.transcript = 0, Transcript(0)
@@ -195,7 +204,7 @@ class Calls:
         self._described: dict[Any, Description] = {}
         self.waiting: Waiting | None = None
         self.verdict: KnapFormerError | None = None
-        self.watch = watch
+        self.watch, self.marks = watch, marks
         Calls.alive.add(self)
 
     def made(self, call: Call) -> Call:

@@ -22,6 +22,7 @@ from knapformer.errors import (
 )
 from knapformer.execution.agreement import agree
 from knapformer.execution.calls import Calls, Description
+from knapformer.execution.marks import Marks
 from knapformer.execution.transport import all_gather, gather_text
 from knapformer.execution.watch import Watch
 
@@ -63,8 +64,10 @@ class BalancingGroup:
         if self.data is None or self.control is None or self.size == 1:
             return self
         watch = Watch(dist.distributed_c10d._get_default_store())
-        groups = [self.control, self.data] if dist.get_backend(self.data) == "gloo" else [self.control]
-        calls = Calls(self.control.group_name, self.rank, self.world_ranks, watch, groups)
+        is_gloo = dist.get_backend(self.data) == "gloo"
+        groups = [self.control, self.data] if is_gloo else [self.control]
+        marks = None if is_gloo else Marks()
+        calls = Calls(self.control.group_name, self.rank, self.world_ranks, watch, groups, marks)
         watch.begin(calls)
         return replace(self, calls=calls)
 

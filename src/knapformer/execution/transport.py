@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from knapformer.execution.calls import Call, Calls, Waiting
+from knapformer.execution.marks import Marks
 
 
 @dataclass(slots=True)
@@ -102,28 +103,40 @@ class Messages:
         """For each peer's message; 0 where calls are not told apart."""
         return [0 if self.call is None else self.call.tag(n) for n in num_bytes]
 
+    def parts(self, received: Tensor, sent: Tensor) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """What goes to each peer, and where what comes from it is put."""
+        return sent.split(list(self.bytes_to)), received.split(list(self.bytes_from))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupTransport:
-    """Messages over a process group, which on NCCL must have run a collective of the whole group before."""
+    """Messages over a process group, which on NCCL must have run a collective of the whole group before.
+
+    Attributes:
+        group: the process group.
+        marks: what tells messages of calls apart where they can carry no tags.
+    """
 
     group: dist.ProcessGroup
+    marks: Marks | None = None
 
     def launch(self, received: Tensor, sent: Tensor, messages: Messages) -> Sequence[Waits]:
         """Every rank of the group calls it, in the same order as its other exchanges."""
+        if self.marks is not None and messages.call is not None:
+            return _in_one_batch(received, sent, messages, self.group, self.marks)
         return send_and_receive(received, sent, messages, self.group)
 
 
-def send_and_receive(received: Tensor, sent: Tensor, messages: Messages, group: dist.ProcessGroup) -> list[dist.Work]:
+def send_and_receive(received: Tensor, sent: Tensor, messages: Messages, group: dist.ProcessGroup) -> Sequence[Waits]:
     """Launch an exchange; every rank of ``group`` calls it, in the same order as its other exchanges.
 
     Args:
         received, sent: flat uint8; they must be left alone until the works are done.
         messages: with whom.
     """
-    taken, put = sent.split(list(messages.bytes_to)), received.split(list(messages.bytes_from))
     if sent.device.type != "cpu":
-        return _in_one_batch(taken, put, messages.peers, group)
+        return _in_one_batch(received, sent, messages, group, None)
+    taken, put = messages.parts(received, sent)
     works = []
     for peer, part, tag in zip(messages.peers, taken, messages.tags(messages.bytes_to), strict=True):
         if part.numel():
@@ -135,16 +148,27 @@ def send_and_receive(received: Tensor, sent: Tensor, messages: Messages, group: 
 
 
 def _in_one_batch(
-    taken: Sequence[Tensor], put: Sequence[Tensor], peers: Sequence[int], group: dist.ProcessGroup
-) -> list[dist.Work]:
-    """NCCL runs the messages of a batch at once; one by one, two ranks that both send first would wait forever."""
-    operations = []
-    for peer, sent, received in zip(peers, taken, put, strict=True):
-        if sent.numel():
-            operations.append(dist.P2POp(dist.isend, sent, group=group, group_peer=peer))
-        if received.numel():
-            operations.append(dist.P2POp(dist.irecv, received, group=group, group_peer=peer))
-    return dist.batch_isend_irecv(operations) if operations else []
+    received: Tensor, sent: Tensor, messages: Messages, group: dist.ProcessGroup, marks: Marks | None
+) -> Sequence[Waits]:
+    """NCCL runs the messages of a batch at once; one by one, two ranks that both send first would wait forever.
+
+    Every rank of ``group`` calls it. Each message has a mark beside it where ``marks`` are given, on all ranks.
+    """
+    taken, put = messages.parts(received, sent)
+    to = [i for i, part in enumerate(taken) if part.numel()]
+    by = [i for i, part in enumerate(put) if part.numel()]
+    outgoing, incoming = [(i, taken[i]) for i in to], [(i, put[i]) for i in by]
+    marked = None
+    if marks is not None and (to or by):
+        said, expected = messages.tags(messages.bytes_to), messages.tags(messages.bytes_from)
+        marked = marks.of([said[i] for i in to], [expected[i] for i in by], received)
+        outgoing += zip(to, marked.sent.unbind(), strict=True)
+        incoming += zip(by, marked.arrived.unbind(), strict=True)
+    peers = messages.peers
+    operations = [dist.P2POp(dist.isend, x, group=group, group_peer=peers[i]) for i, x in outgoing]
+    operations += [dist.P2POp(dist.irecv, x, group=group, group_peer=peers[i]) for i, x in incoming]
+    works: Sequence[Waits] = dist.batch_isend_irecv(operations) if operations else []
+    return works if marked is None else [*works, marked]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -170,7 +194,8 @@ class Channel:
         cls, group: dist.ProcessGroup | None, rank: int, meter: Meter | None = None, calls: Calls | None = None
     ) -> Channel:
         """Over a process group."""
-        return cls(None if group is None else GroupTransport(group), rank, meter, calls=calls)
+        marks = None if calls is None else calls.marks
+        return cls(None if group is None else GroupTransport(group, marks), rank, meter, calls=calls)
 
     def wait(self, works: Sequence[Waits], call: Call | None, peers: Sequence[int]) -> None:
         """Until an exchange is through.
