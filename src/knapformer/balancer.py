@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -47,8 +48,10 @@ class Balancer:
         kernel: attention kernel; see ``knapformer.execution.kernels.varlen_attention``.
         overlap: compute whole sequences' attention while the others' q, k and v are in flight.
         meter: counts time and bytes in exchanges.
-        timeout: after which a rank gives up waiting for another one's lengths or tokens. None is the backend's default
-            (30 minutes on gloo, 10 on NCCL), whatever ``init_process_group`` was given.
+        timeout: after which no rank waits any longer in any call of this balancer, forward or backward; None is the
+            default group's own, as ``init_process_group`` was given it. On NCCL, where nothing ends a wait of the
+            device, it is the timeout of the communicators that are made here, after which NCCL's watchdog ends the
+            process; a ``group`` that is given keeps its own.
         check_calls: compare which calls ranks make, and with what. Without it, ranks that differ by a mistake (in
             order, dtype, width, scale, or in what needs gradients) get wrong numbers, hang or abort without a word.
 
@@ -89,6 +92,21 @@ class Balancer:
         self.check_calls = check_calls
         self.cost = on_ranks(cost_on(self.cost, self.topology), self.group.world_ranks)
         self.channel = Channel.over(self.group.data, self.group.rank, meter, self.group.calls)
+
+    @contextmanager
+    def guard(self) -> Iterator[None]:
+        """Around a step of the training loop, or the whole of it: tells the other ranks of an exception inside.
+
+        Whatever it is, ``KeyboardInterrupt`` and ``SystemExit`` among them, it goes on on this rank. Ranks that wait
+        for this one raise a ``RankError`` with its type and text, instead of one about a closed connection. An
+        exception that all ranks raise ends nothing. Not a collective. Without ``check_calls`` it does nothing.
+        """
+        try:
+            yield
+        except BaseException as error:
+            if self.group.calls is not None:
+                self.group.calls.ended_by(error)
+            raise
 
     def prepare(
         self,
@@ -214,7 +232,7 @@ class Balancer:
                 if not plans[-1].places(lengths):
                     raise PlanError(f"the planner gave a plan for other lengths or ranks: {plans[-1]}")
             digest = hashlib.sha256(b"".join(plan.digest() for plan in plans)).digest()
-        except Exception as planning_error:  # whatever it is, the other ranks wait
+        except (Exception, SystemExit) as planning_error:  # whatever it is, the other ranks wait
             failure = carried(planning_error)
         agree_on_plan(group, digest, failure)
         return plans

@@ -69,7 +69,7 @@ class LocalInput:
             return cls({}, {}, carried(failure))
 
 
-def carried(error: Exception) -> KnapFormerError:
+def carried(error: BaseException) -> KnapFormerError:
     """As an error that can be raised on other ranks."""
     return error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
 

@@ -12,7 +12,10 @@ common. Ranks make the same calls in the same order (law 5). Three things use th
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import re
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +37,9 @@ from knapformer.execution.marks import Marks
 from knapformer.schedules.meetings import Links
 
 ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError, DisagreementError)
+
+MOST_NAMED = 8
+"""Ranks in one error."""
 
 MOST_REMEMBERED = 20_000
 """Calls since the last ``prepare``; a program that never calls it again must not fill the memory."""
@@ -241,24 +247,40 @@ class Calls:
         """Wait for messages of a call.
 
         Raises:
-            KnapFormerError: on every rank that waits, where one made another call or failed.
+            KnapFormerError: on every rank that waits, where one made another call, failed, ended, or did not come in
+                time.
         """
-        self.waiting = waiting
+        began, self.waiting = time.monotonic(), waiting
         try:
             for work in works:
                 work.wait()
         except RuntimeError as error:
-            self.explain(error, waiting)
+            self.explain(error, waiting, began)
         finally:
             self.waiting = None
 
-    def explain(self, error: RuntimeError, waiting: Waiting) -> NoReturn:
-        """Raise what lies behind an error of the transport, which is its cause; the error itself where none does."""
+    def explain(self, error: RuntimeError, waiting: Waiting, began: float | None = None) -> NoReturn:
+        """Raise what lies behind an error of the transport, which is its cause.
+
+        Args:
+            waiting: in what, and for whom; since ``began``, a time of ``time.monotonic``.
+        """
+        waited = f"rank {self.rank} {waited_in_vain(waiting.call.text, waiting.peers, began, error)}"
         if self.verdict is None and self.watch is not None:
-            self.verdict = self.watch.verdict_of(self, waiting)
+            self.verdict = self.watch.verdict_of(self, waiting, waited)
         if self.verdict is None:
-            raise error
-        raise self.verdict from error
+            self.verdict = RankError(waited)
+        found = self.verdict
+        if type(found) is RankError and waited not in str(found):
+            found = RankError(f"{found} ({waited})")
+        raise found from error
+
+    def ended_by(self, error: BaseException) -> None:
+        """An exception ends the step on this rank: tell those that wait for it; see ``knapformer.Balancer.guard``."""
+        if self.verdict is None:
+            told = error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
+            with contextlib.suppress(RuntimeError):  # the store went away with the rank that kept it
+                self.failed(Call.of(self.num_steps, 0, 0, FAILED), told)
 
     def settle(self, call: Call, members: Sequence[int], error: KnapFormerError | None) -> KnapFormerError:
         """The one error of a call that ranks could not agree on; every rank of ``members`` calls it, and raises it."""
@@ -342,6 +364,19 @@ def first_difference(transcripts: Sequence[Sequence[str]], ranks: Sequence[int])
 
 def _made(text: str | None) -> str:
     return "made no further call" if text is None else f"made {text}"
+
+
+def waited_in_vain(what: str, peers: Sequence[int], began: float | None, error: RuntimeError) -> str:
+    """What a rank has waited for, how long, and what ended that.
+
+    Args:
+        began: a time of ``time.monotonic``; None where it did not wait.
+        error: of the transport.
+    """
+    seconds = 0.0 if began is None else time.monotonic() - began
+    ranks = ", ".join(map(str, peers[:MOST_NAMED])) + ", …" * (len(peers) > MOST_NAMED)
+    end = "the timeout is over" if re.search("timed? ?out", str(error), re.IGNORECASE) else "a connection was closed"
+    return f"waited {seconds:.1f} s in {what} for rank{'s' * (len(peers) != 1)} {ranks}: {end}"
 
 
 def as_error(kind: str, text: str) -> KnapFormerError:

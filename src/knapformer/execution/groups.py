@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from knapformer.errors import (
     ConfigurationError,
@@ -41,7 +42,7 @@ class BalancingGroup:
         size: ranks of the group.
         offset: rank, in the group that was given, of this group's rank 0.
         device: where tokens live: the CPU for gloo, else the accelerator.
-        timeout: of the groups that are made here.
+        timeout: of the groups that are made here, and of every other wait.
         calls: what this rank has called, where calls are compared.
     """
 
@@ -51,7 +52,7 @@ class BalancingGroup:
     size: int
     offset: int
     device: torch.device
-    timeout: timedelta | None = None
+    timeout: timedelta = default_pg_timeout
     calls: Calls | None = None
 
     @property
@@ -63,7 +64,7 @@ class BalancingGroup:
         """The same group, with the calls of a new balancer noted and compared from here on. Not a collective."""
         if self.data is None or self.control is None or self.size == 1:
             return self
-        watch = Watch(dist.distributed_c10d._get_default_store())
+        watch = Watch(dist.distributed_c10d._get_default_store(), self.timeout)
         is_gloo = dist.get_backend(self.data) == "gloo"
         groups = [self.control, self.data] if is_gloo else [self.control]
         marks = None if is_gloo else Marks()
@@ -109,6 +110,7 @@ class BalancingGroup:
         assert data is not None
         device = torch.device("cpu") if dist.get_backend(data) == "gloo" else torch.accelerator.current_accelerator()
         rank, world_size = dist.get_rank(data), dist.get_world_size(data)
+        timeout = _default_timeout() if timeout is None else timeout
         control = subgroup(data, [range(world_size)], "gloo", timeout)
         everyone = cls(data, control, rank, world_size, 0, device or torch.device("cpu"), timeout)
         return everyone._part(size, error)
@@ -170,6 +172,14 @@ def subgroup(
     if dist.get_backend(made) != "gloo":
         _connect(made)
     return made
+
+
+def _default_timeout() -> timedelta:
+    """The default group's, as ``init_process_group`` was given it: new groups have the backend's instead."""
+    group = dist.group.WORLD
+    assert group is not None
+    options = [getattr(group._get_backend(device), "options", None) for device in group._device_types]
+    return min((own._timeout for own in options if own is not None), default=default_pg_timeout)
 
 
 def _connect(group: dist.ProcessGroup) -> None:

@@ -6,6 +6,7 @@ parts.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from knapformer.execution.calls import Call, Calls, Waiting
+from knapformer.errors import RankError
+from knapformer.execution.calls import Call, Calls, Waiting, waited_in_vain
 from knapformer.execution.marks import Marks
 
 
@@ -201,13 +203,17 @@ class Channel:
         """Until an exchange is through.
 
         Raises:
-            KnapFormerError: see ``Calls.wait``.
+            KnapFormerError: see ``Calls.wait``; where calls are not compared, a ``RankError``.
         """
         if self.calls is not None and call is not None:
             self.calls.wait(works, Waiting(call, peers))
             return
-        for work in works:
-            work.wait()
+        began = time.monotonic()
+        try:
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise RankError(f"rank {self.rank} {waited_in_vain('an exchange', peers, began, error)}") from error
 
 
 NO_TAG = 0x7FFFFFFE
@@ -325,10 +331,15 @@ def _gather_into(table: torch.Tensor, own: torch.Tensor, group: Members) -> None
     """Every rank of the group calls it."""
     # The name of torch 2.13; before, and with a warning since, it is all_gather_into_tensor.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    others = [rank for rank in range(group.size) if rank != group.rank]
     if group.calls is None:
-        gather(table.view(-1), own, group=group.control)
+        began = time.monotonic()
+        try:
+            gather(table.view(-1), own, group=group.control)
+        except RuntimeError as error:
+            raise RankError(f"rank {group.rank} {waited_in_vain('a gather', others, began, error)}") from error
         return
-    waiting = Waiting(group.calls.gathering, [rank for rank in range(group.size) if rank != group.rank])
+    waiting = Waiting(group.calls.gathering, others)
     try:
         work = gather(table.view(-1), own, group=group.control, async_op=True)
     except RuntimeError as error:  # the group's connections are gone

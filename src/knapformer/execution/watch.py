@@ -15,14 +15,16 @@ own time out, after which gloo ends all others of the group.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from datetime import timedelta
 from typing import Any
 
-from knapformer.errors import DisagreementError, KnapFormerError
+from knapformer.errors import DisagreementError, KnapFormerError, RankError
 from knapformer.execution.calls import Call, Calls, Waiting, as_error, first_difference, naming
 from knapformer.execution.transport import end_waits
 
@@ -42,10 +44,11 @@ class Watch:
 
     Args:
         store: of the default group.
+        timeout: after which a rank no longer waits for what others say.
     """
 
-    def __init__(self, store: Any) -> None:
-        self.store = store
+    def __init__(self, store: Any, timeout: timedelta) -> None:
+        self.store, self.timeout = store, timeout
         self._ended = threading.Event()
         self._published: Waiting | None = None
 
@@ -70,18 +73,28 @@ class Watch:
         """Write down what this rank has called, and which call it waits in, if any."""
         self.store.set(_key(calls.world_ranks[calls.rank]), json.dumps(state_of(calls, waiting)))
 
-    def verdict_of(self, calls: Calls, waiting: Waiting) -> KnapFormerError | None:
-        """What some rank has found out, or finds out in the next seconds."""
+    def verdict_of(self, calls: Calls, waiting: Waiting, waited: str) -> KnapFormerError | None:
+        """Why a wait has failed: what some rank has found out, or finds out in the next seconds.
+
+        Args:
+            waited: in what, for whom and how long, in words; the verdict where nobody finds out more.
+
+        Returns:
+            None where the store went away with the rank that kept it.
+        """
         deadline = time.monotonic() + EXPLAIN_S
-        while time.monotonic() < deadline:
-            try:
+        with contextlib.suppress(RuntimeError):
+            self.store.set(_answer_key(calls.name, calls.rank), "")
+            while True:
                 found = self._read(_verdict_key(calls.name)) or self._diagnose(calls, waiting)
-            except RuntimeError:  # the store went away with the rank that kept it
-                return None
-            if found is not None:
-                self._settle(calls, found)
-                return calls.verdict
-            time.sleep(TICK_S)
+                if found is None and time.monotonic() > deadline:
+                    silent = [r for r in waiting.peers if not self.store.check([_answer_key(calls.name, r)])]
+                    ended = f"; no answer from {silent[:MOST_PEERS]}: ended, stopped or not there yet" if silent else ""
+                    found = {"error": [RankError.__name__, waited + ended], "names": []}
+                if found is not None:
+                    self._settle(calls, found)
+                    return calls.verdict
+                time.sleep(TICK_S)
         return None
 
     def settle_call(
@@ -92,6 +105,7 @@ class Watch:
         keys = [f"knapformer/call/{calls.name}/{window}/{call.step}.{call.part}.{call.place}/{r}" for r in members]
         own = {"text": call.text, "error": None if error is None else [type(error).__name__, naming(calls.rank, error)]}
         self.store.set(keys[members.index(calls.rank)], json.dumps(own))
+        self._wait_for(keys, calls, call, members)
         said = [json.loads(self.store.get(key)) for key in keys]
         errors = [words["error"] for words in said if words["error"] is not None]
         if error is not None and len(errors) == len(said):
@@ -100,6 +114,14 @@ class Watch:
         self._settle(calls, {"error": wrong, "names": []})
         assert calls.verdict is not None
         return calls.verdict
+
+    def _wait_for(self, keys: Sequence[str], calls: Calls, call: Call, members: Sequence[int]) -> None:
+        """Until all ranks have written what they say."""
+        began = time.monotonic()
+        try:
+            self.store.wait(list(keys), self.timeout)
+        except RuntimeError as error:
+            calls.explain(error, Waiting(call, [rank for rank in members if rank != calls.rank]), began)
 
     def _settle(self, calls: Calls, verdict: State) -> None:
         """The first verdict stands for all ranks of the balancer, and of the others that it is about."""
@@ -246,6 +268,10 @@ def _nearest(peers: Sequence[int], rank: int) -> Sequence[int]:
 
 def _key(world_rank: int) -> str:
     return f"knapformer/waits/{world_rank}"
+
+
+def _answer_key(name: str, rank: int) -> str:
+    return f"knapformer/answer/{name}/{rank}"
 
 
 def _verdict_key(name: str) -> str:
