@@ -152,7 +152,8 @@ def test_a_column_of_simulate_is_in_the_terminal_and_in_markdown(monkeypatch):
     moved = f"{rows['moldable']['moved_tokens']:,.0f} moved"
     assert rows["moldable"]["moved_tokens"] > 0
     assert list(simulate_tables.planner_table("t", rows).columns[-1].cells) == ["0 moved", moved]
-    described = {"model": "m", "hardware": "h", "num_ranks": 2, "steps": 1, "shard_size": 1, "label": "l"}
+    described = {"model": "m", "model_chosen": "as asked", "workload_model": None, "speeds": "s", "memory_of": "h"}
+    described |= {"num_ranks": 2, "steps": 1, "shard_size": 1, "label": "l"}
     text = simulate_tables.markdown("t", "c", [{**described, "planners": rows, "ratios": {}, "published": None}])
     assert next(line for line in text.splitlines() if "| moldable |" in line).endswith(f"| {moved} |")
 

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from knapformer.cli import main
+from knapformer.given.cost import CostModel
+from knapformer.given.shapes import named_shape
 from knapformer.plans.plan import Plan
 from knapformer.version import __version__
 
@@ -84,7 +87,7 @@ MISTAKES = {
     "ranks are no multiple": (["--planner", "bags", "--topology", "g3n1"], "4 ranks is not a multiple of the 3"),
     "unknown preset": (["--model", "flux9"], "unknown model 'flux9'"),
     "unknown planner": (["--planner", "best"], "unknown planner 'best'"),
-    "both costs": (["--model", "flux.1-dev", "--cost", "x.json"], "not both"),
+    "another model's cost": (["--model", "flux.1-dev", "--cost", "small.json"], "small.json holds the cost of a layer"),
     "no cost file": (["--cost", "missing.json"], "cannot read missing.json"),
     "a cap that is none": (["--max-tokens-per-rank", "lots"], "must be a number, auto or none, got 'lots'"),
     "unknown option": (["--topologie", "g2n2"], "No such option: --topologie"),
@@ -93,8 +96,10 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_one_line_and_exit_code_2(capsys, lengths_file, mistake):
+def test_a_mistake_is_one_line_and_exit_code_2(capsys, lengths_file, monkeypatch, mistake):
     options, message = MISTAKES[mistake]
+    monkeypatch.chdir(lengths_file.parent)
+    Path("small.json").write_text(json.dumps({"hidden": 64, "num_heads": 4}))
     code, out, err = run(capsys, "plan", lengths_file, *options)
     assert code == 2 and out == ""
     assert err.startswith("knapformer: ") and err.count("\n") == 1 and "Traceback" not in err
@@ -188,14 +193,14 @@ def test_no_arguments_show_help(capsys):
         (["advise", "zeros.json", "--ranks", "2"], "needs a sequence with tokens, got 2 of length 0"),
         (
             ["advise", "some.json", "--ranks", "2", "--memory-gb", "nan"],
-            "--memory-gb must be a number above 0, got nan",
+            "--memory-gb must be a number above 0, 1000000 at most, got nan",
         ),
         (["simulate", "--workload", "zeros.json"], "zeros.json: a step without tokens"),
         (["simulate", "--workload", "some.json", "--ranks", "3"], "some.json has lengths of 2 ranks, --ranks is 3"),
-        (["simulate", "--workload", "some.json", "--cost", "cost.json", "--model", "flux.1-dev"], "leave them out"),
+        (["simulate", "--workload", "some.json", "--cost", "cost.json", "--model", "flux.1-dev"], "leave --cost out"),
         (["replay", "--workload", "joint", "--cost", "broken.json"], "broken.json is not JSON"),
         (
-            ["replay", "--workload", "joint", "--cost", "cost.json"],
+            ["replay", "--workload", "joint", "--cost", "flux.json"],
             "measured with model flux.1-dev, this is model demo",
         ),
         (["replay", "--workload", "joint", "--cost", "two.json"], "with num_blocks [2, 2], this is num_blocks [1, 1]"),
@@ -213,6 +218,10 @@ def test_steps_and_files_that_cannot_be_compared(capsys, tmp_path, monkeypatch, 
     (tmp_path / "halves.csv").write_text("length\n7\n2.5\n")
     cost = {"hidden": 64, "num_heads": 4, "measured": {"model": "flux.1-dev"}}
     (tmp_path / "cost.json").write_text(json.dumps(cost))
-    (tmp_path / "two.json").write_text(json.dumps(cost | {"measured": {"model": "demo", "num_blocks": [2, 2]}}))
+    flux = CostModel.from_preset("flux.1-dev").to_dict() | {"measured": {"model": "flux.1-dev"}}
+    (tmp_path / "flux.json").write_text(json.dumps(flux))
+    demo = CostModel.from_shape(named_shape("demo")).to_dict()
+    measured = {"model": "demo", "dtype": "float32", "recompute": False, "num_blocks": [2, 2]}
+    (tmp_path / "two.json").write_text(json.dumps(demo | {"measured": measured}))
     code, _, err = run(capsys, *arguments)
     assert code == 2 and err.count("\n") == 1 and message in err

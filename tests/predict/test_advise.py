@@ -17,6 +17,7 @@ from knapformer.predict.advise_page import advice_lines
 from knapformer.predict.hardware import hardware
 from knapformer.predict.memory import MemoryModel
 from knapformer.predict.simulate import setting_of
+from knapformer.predict.subject import find_subject
 from knapformer.workloads.dataset import grouped_steps, random_steps, read_dataset
 
 HUNYUAN = model_shape("hunyuanvideo")
@@ -140,13 +141,13 @@ def test_what_breaks_the_memory_is_not_advised() -> None:
     videos = advice_for([4096] * 20 + [400_000] * 20, memory_bytes=80e9)
     assert all(way.get("steps_over_memory", 1) for way in videos.ways.values())
     assert videos.planner is None and videos.bags is None and videos.most_loaded > videos.tokens_that_fit
-    lines = "\n".join(advice_lines(videos, device_name="H100", is_measured=False, shard_size=8))
+    lines = "\n".join(advice_lines(videos, find_subject(model="hunyuanvideo"), shard_size=8))
     assert "Advice: load fewer tokens" in lines and "planner=" not in lines
 
 
 def test_advice_is_what_a_balancer_takes() -> None:
     mixed = advice_for([256] * 80 + [4096] * 40 + [50_000] * 4)
-    lines = "\n".join(advice_lines(mixed, device_name="H100", is_measured=False, shard_size=8))
+    lines = "\n".join(advice_lines(mixed, find_subject(model="hunyuanvideo"), shard_size=8))
     assert "Advice: planner='moldable': " in lines and f"topology='{mixed.bags.removeprefix('bags:')}'" in lines
     level = advice_for([4096] * 100)
     assert level.bags is None, "no layout gains anything"

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import json
-import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from knapformer.cli.common import checked_shard_size, progress_bar, stamp, write_json
-from knapformer.cli.options import DEFAULT_HARDWARE, DEFAULT_MODEL, Printed, Target
+from knapformer.cli.common import progress_bar, stamp, write_json
+from knapformer.cli.options import Printed, Target
 from knapformer.errors import ConfigurationError
-from knapformer.given.cost import CostModel
+from knapformer.given.shapes import ModelShape
+from knapformer.predict.advise import Advice
+from knapformer.predict.subject import BY_OPTION, Subject, require_shape
+
+MOST_GB = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +40,19 @@ def advise(
 ) -> None:
     """Say what balancing would gain on a data set of your own, and how to set it up."""
     from knapformer.predict.advise_page import advice_lines, advice_table
-    from knapformer.predict.hardware import hardware
 
-    if loading.memory_gb is not None and not 0 < loading.memory_gb < math.inf:
-        raise ConfigurationError(f"--memory-gb must be a number above 0, got {loading.memory_gb}")
-    advice, shard_size = _advice(lengths, ranks, target, loading)
-    model, kind = target.model or DEFAULT_MODEL, target.hardware or DEFAULT_HARDWARE
-    content = {**advice.to_dict(), **stamp(), "model": model, "hardware": str(target.cost or kind)}
+    if loading.memory_gb is not None and not 0 < loading.memory_gb <= MOST_GB:
+        raise ConfigurationError(f"--memory-gb must be a number above 0, {MOST_GB} at most, got {loading.memory_gb}")
+    subject = target.subject()
+    shape = require_shape(subject, "advise")
+    if loading.ranks_per_node is not None:
+        subject = replace(subject, cost=subject.cost.with_machine(ranks_per_node=loading.ranks_per_node))
+    if loading.memory_gb is not None:
+        device = replace(subject.device, name=f"{loading.memory_gb:g} GB", memory_bytes=1e9 * loading.memory_gb)
+        subject = replace(subject, device=device, device_chosen=BY_OPTION)
+    shard_size = target.shards(subject, ranks)
+    advice = _advice(read_tokens(lengths, shape), ranks, subject, shard_size, loading)
+    content = {**advice.to_dict(), **stamp(), **subject.describe(), "hardware": target.named_hardware}
     if printed.output is not None:
         write_json(printed.output, content)
     if printed.as_json:
@@ -51,40 +60,35 @@ def advise(
         return
     console = Console()
     console.print(advice_table(advice))
-    is_measured, name = target.cost is not None, hardware(kind).name
-    for line in advice_lines(advice, device_name=name, is_measured=is_measured, shard_size=shard_size):
+    for line in advice_lines(advice, subject, shard_size=shard_size):
         console.print(line, soft_wrap=True, highlight=False)
 
 
-def _advice(file: Path, ranks: int, target: Target, loading: Loading) -> tuple[Any, int]:
-    """The advice, and the ranks over which parameters are sharded."""
-    from knapformer.given.shapes import model_shape
+def _advice(tokens: Any, ranks: int, subject: Subject, shard_size: int, loading: Loading) -> Advice:
     from knapformer.predict import advise as advisor
-    from knapformer.predict.hardware import hardware
-    from knapformer.predict.memory import MemoryModel
-    from knapformer.predict.simulate import setting_of
-    from knapformer.workloads.dataset import read_dataset
+    from knapformer.predict.simulate import setting_for
 
-    model = target.model or DEFAULT_MODEL
-    device, shape = hardware(target.hardware or DEFAULT_HARDWARE), model_shape(model)
-    tokens = read_dataset(file, shape)
-    if not tokens.any():
-        raise ConfigurationError(f"{file}: needs a sequence with tokens, got {len(tokens)} of length 0")
-    layer = device.cost(shape) if target.cost is None else CostModel.read(target.cost)
-    if loading.ranks_per_node is not None:
-        layer = layer.with_machine(ranks_per_node=loading.ranks_per_node)
-    shard = checked_shard_size(target.shard_size, ranks, layer.machine.ranks_per_node)
-    memory = MemoryModel.of_model(model, shape, shard_size=shard)
+    memory = subject.memory(shard_size)
+    assert memory is not None
     with progress_bar("drawing steps", loading.steps * advisor.num_ways(ranks)) as on_step:
-        advice = advisor.advise(
+        return advisor.advise(
             tokens,
-            setting_of(layer, device, memory, num_ranks=ranks),
+            setting_for(subject, memory, num_ranks=ranks),
             memory,
             num_ranks=ranks,
-            memory_bytes=device.memory_bytes if loading.memory_gb is None else 1e9 * loading.memory_gb,
+            memory_bytes=subject.device.memory_bytes,
             tokens_per_rank=loading.tokens_per_rank,
             num_steps=loading.steps,
             seed=loading.seed,
             on_step=on_step,
         )
-    return advice, shard
+
+
+def read_tokens(file: Path, shape: ModelShape) -> Any:
+    """(S,) tokens of a data set's samples; see ``read_dataset``."""
+    from knapformer.workloads.dataset import read_dataset
+
+    tokens = read_dataset(file, shape)
+    if not tokens.any():
+        raise ConfigurationError(f"{file}: needs a sequence with tokens, got {len(tokens)} of length 0")
+    return tokens

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from knapformer.cli.demo import compare
 from knapformer.cli.options import Compared
 from knapformer.demo.config import CHECKPOINTS, DEMO_CODES, DEMO_STEPS, DTYPES
-from knapformer.given.cost import CostModel
-from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS
+from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS, stand_in_shape
 
 BENCH_FILE = Path("runs/bench.json")
 
@@ -74,7 +73,23 @@ def bench(
         max_text_tokens=training.max_text_tokens,
         max_tokens_per_rank=compared.cap,
         overlap=training.overlap,
-        cost=None if training.cost is None else CostModel.read(training.cost).to_dict(),
+        cost=None if training.cost is None else _cost(training.cost, model, training),
         seed=training.seed,
     )
     compare(config, num_ranks, output)
+
+
+def _cost(file: Path, model: Model, training: Training) -> dict[str, Any]:
+    """A cost file's content as the trained model's, if it is of its layers, dtype and device, as far as it says."""
+    from knapformer.given.cost_files import CostFile
+    from knapformer.measure.environment import environment
+
+    found = CostFile.read(file)
+    num_layers = model.double_blocks + model.single_blocks
+    shape = stand_in_shape(num_heads=model.heads, head_width=model.head_width, num_layers=num_layers)
+    cost = found.for_shape(shape, "the trained model")
+    if found.measured.dtype is not None:
+        found.check_measured({"dtype": training.dtype})
+    if found.device is not None:
+        found.check_measured({}, environment()["device"])
+    return cost.to_dict()

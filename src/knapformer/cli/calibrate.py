@@ -14,7 +14,6 @@ from rich.console import Console
 from knapformer.cli.common import progress_bar, stamp, write_json
 from knapformer.cli.options import Printed, Stand
 from knapformer.errors import ConfigurationError
-from knapformer.given.cost import CostModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,56 +30,68 @@ class Fitting:
 def calibrate(stand: Stand, fitting: Fitting, printed: Printed) -> None:
     """Fit the cost model to this device, test it on packs left out, and write a cost file."""
     stand.check()
-    content = _measure(stand, fitting)
+    if fitting.cost is not None and not fitting.links:
+        raise ConfigurationError("--cost is the file that --links puts links into: add --links, or leave it out")
+    if fitting.links and fitting.cost is None and printed.output is not None:
+        raise ConfigurationError("links are part of a model's cost file: name it with --cost, or leave --output out")
+    content = _links(fitting.cost) if fitting.links else _fit(stand, fitting)
     if content is None:
         return
     content["measured"] |= stamp()
-    mape = content["measured"].get("held_out_mape", 0.0)
+    lines = _link_lines(content["measured"]) if fitting.links else _fit_lines(content)
     if printed.as_json:
         print(json.dumps(content))
     else:
-        Console(soft_wrap=True).print(*_calibration_lines(content), sep="\n", highlight=False)
-    if 100 * mape > fitting.max_mape and not fitting.force:
-        raise ConfigurationError(
-            f"the held-out MAPE is {100 * mape:.1f} %, above {fitting.max_mape:g} %: no file written. "
-            "Quieten the machine, raise --budget or --repeats, or give --force"
-        )
+        Console(soft_wrap=True).print(*lines, sep="\n", highlight=False)
+    if not fitting.links and not fitting.force:
+        _check_error(content["measured"]["held_out_mape"], fitting.max_mape)
     if printed.output is not None:
         write_json(printed.output, content)
 
 
-def _measure(stand: Stand, fitting: Fitting) -> dict[str, Any] | None:
-    """A cost file's content; None on ranks that have nothing to say."""
-    from knapformer.measure.calibrate_command import calibrate_links, calibrate_to_cost_file
+def _check_error(held_out_mape: float, most_percent: float) -> None:
+    if 100 * held_out_mape > most_percent:
+        raise ConfigurationError(
+            f"the held-out MAPE is {100 * held_out_mape:.1f} %, above {most_percent:g} %: no file written. "
+            "Quieten the machine, raise --budget or --repeats, or give --force"
+        )
+
+
+def _links(file: Path | None) -> dict[str, Any] | None:
+    """The content of a cost file with links; None on ranks that have nothing to say."""
+    from knapformer.given.cost_files import CostFile
+    from knapformer.measure.calibrate_command import calibrate_links
+
+    return calibrate_links(None if file is None else CostFile.read(file))
+
+
+def _fit(stand: Stand, fitting: Fitting) -> dict[str, Any]:
+    """The content of a cost file."""
+    from knapformer.measure.calibrate_command import calibrate_to_cost_file
     from knapformer.measure.calibrate_model import NUM_FITTED, NUM_HELD_OUT
 
-    if fitting.links:
-        return calibrate_links(None if fitting.cost is None else CostModel.read(fitting.cost))
-    runner = stand.build()
+    stand_in = stand.choose()
     with progress_bar("calibrating", stand.repeats * (NUM_FITTED + NUM_HELD_OUT)) as on_pack:
         return calibrate_to_cost_file(
-            runner,
-            stand.model,
-            budget_s=stand.budget,
-            repeats=stand.repeats,
-            longest_tokens=fitting.longest,
-            on_pack=on_pack,
+            stand_in, budget_s=stand.budget, repeats=stand.repeats, longest_tokens=fitting.longest, on_pack=on_pack
         )
 
 
-def _calibration_lines(content: dict[str, Any]) -> Iterator[str]:
-    measured = content["measured"]
-    for name, link in measured.get("links", {}).items():
+def _link_lines(measured: dict[str, Any]) -> Iterator[str]:
+    for name, link in measured["links"].items():
         speed = f"{link['bytes_per_s'] / 1e9:.3g} GB/s, latency {1e6 * link['latency_s']:.0f} µs"
         yield f"{name}: {speed} over {link['num_ranks']} ranks"
-    if "fit" in measured:
-        fit = measured["fit"]
-        yield (
-            f"{content['flops_per_s'] / 1e12:.4g} TFLOP/s in the linear phase, γ {content['gamma']:.3f}, "
-            f"t0 {1e3 * fit['t0_s']:.2f} ms; R² {fit['r2']:.5f}"
-        )
-        yield (
-            f"held-out MAPE {100 * measured['held_out_mape']:.2f} %, worst {100 * measured['held_out_worst']:.2f} %, "
-            f"on {len(measured['held_out'])} packs of up to {measured['longest_tokens']:,} tokens; "
-            f"{measured['seconds']:.0f} s"
-        )
+
+
+def _fit_lines(content: dict[str, Any]) -> Iterator[str]:
+    measured = content["measured"]
+    fit = measured["fit"]
+    yield (
+        f"{content['flops_per_s'] / 1e12:.4g} TFLOP/s in the linear phase, γ {content['gamma']:.3f}, "
+        f"t0 {1e3 * fit['t0_s']:.2f} ms; R² {fit['r2']:.5f}"
+    )
+    yield (
+        f"held-out MAPE {100 * measured['held_out_mape']:.2f} %, worst {100 * measured['held_out_worst']:.2f} %, "
+        f"on {len(measured['held_out'])} packs of up to {measured['longest_tokens']:,} tokens; "
+        f"{measured['seconds']:.0f} s"
+    )

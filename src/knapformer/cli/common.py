@@ -58,6 +58,21 @@ def write_json(file: Path, content: Any) -> None:
     file.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def check_picture(picture: Path | None, as_json: bool) -> None:
+    """Raise ``ConfigurationError`` where a picture of tables is wanted and no tables."""
+    if picture is not None and as_json:
+        raise ConfigurationError("--picture draws the tables, which --json leaves out: give one of them")
+
+
+@contextmanager
+def pictured(picture: Path | None, title: str) -> Iterator[Console]:
+    """A console for tables; what it printed is an SVG file afterwards, where one is wanted."""
+    console = Console(record=picture is not None)
+    yield console
+    if picture is not None:
+        console.save_svg(str(picture), title=title)
+
+
 @contextmanager
 def progress_bar(name: str, total: int | None) -> Iterator[Callable[[], None]]:
     """A progress bar on stderr; call what it yields after each of ``total`` pieces of work, None where that is open."""

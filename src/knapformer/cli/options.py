@@ -17,20 +17,22 @@ import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, Field, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from knapformer.cli.common import parse_cap, parse_names
+from knapformer.cli.common import checked_shard_size, parse_cap, parse_names
 from knapformer.errors import ConfigurationError
 from knapformer.plans.registry import PlannerSpec, planner_names
 from knapformer.predict.hardware import HARDWARE
+from knapformer.predict.subject import DEFAULT_HARDWARE, DEFAULT_MODEL, Subject, find_subject
 from knapformer.workloads.workloads import workload_names
+
+if TYPE_CHECKING:
+    from knapformer.measure.runner import StandIn
 
 NAMES = ", ".join(workload_names())
 """Of workloads."""
-
-DEFAULT_MODEL, DEFAULT_HARDWARE = "flux.1-dev", "h100"
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -114,10 +116,32 @@ class Compared:
 class Target:
     """The model and the machine that are predicted."""
 
-    model: Annotated[str | None, typer.Option(help=f"A known model; {DEFAULT_MODEL} by default.")] = None
-    hardware: Annotated[str | None, typer.Option(help=f"{', '.join(HARDWARE)}; {DEFAULT_HARDWARE} by default.")] = None
-    cost: Annotated[Path | None, typer.Option(help="A cost file of calibrate, for speed, γ and links.")] = None
+    model: Annotated[
+        str | None, typer.Option(help=f"A known model; the workload's or the cost file's own, or {DEFAULT_MODEL}.")
+    ] = None
+    hardware: Annotated[
+        str | None,
+        typer.Option(help=f"{', '.join(HARDWARE)}; {DEFAULT_HARDWARE} by default. With --cost for its memory alone."),
+    ] = None
+    cost: Annotated[
+        Path | None, typer.Option(help="A cost file of calibrate, of this model's layers: speed, γ and links.")
+    ] = None
     shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1)] = None
+
+    @property
+    def named_hardware(self) -> str:
+        """As it was named, or the default; the cost file where there is one."""
+        return str(self.cost or (self.hardware or DEFAULT_HARDWARE).lower())
+
+    def subject(self, workload_model: str | None = None) -> Subject:
+        """What is predicted; ``workload_model`` trains on the lengths."""
+        return find_subject(model=self.model, device=self.hardware, cost_file=self.cost, workload_model=workload_model)
+
+    def shards(self, subject: Subject, num_ranks: int) -> int:
+        """Ranks over which parameters are sharded."""
+        if self.shard_size is not None and subject.shape is None:
+            raise ConfigurationError(f"--shard-size needs a known model, got {subject.named}: name it with --model")
+        return checked_shard_size(self.shard_size, num_ranks, subject.cost.machine.ranks_per_node)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,23 +163,32 @@ class Stand:
         if self.device not in (None, "cpu", "cuda"):
             raise ConfigurationError(f"--device must be cpu or cuda, got {self.device!r}")
 
-    def build(self) -> Any:
-        """The ``ModelRunner``."""
+    def choose(self) -> StandIn:
+        """What will be built, with the device at hand and its dtype."""
         import torch
 
-        from knapformer.measure.heap import keep_freed_memory
-        from knapformer.measure.runner import DTYPES, ModelRunner
+        from knapformer.measure.runner import StandIn
 
         self.check()
         where = torch.device(self.device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if where.type == "cuda" and not torch.cuda.is_available():
             raise ConfigurationError("--device cuda: there is no CUDA device here")
-        name = self.dtype or ("float32" if where.type == "cpu" else "bfloat16")
-        if name not in DTYPES:
-            raise ConfigurationError(f"--dtype must be one of {', '.join(DTYPES)}, got {name!r}")
         if where.type == "cpu":
-            torch.set_num_threads(1)
-            keep_freed_memory()
-        return ModelRunner.of_model(
-            self.model, dtype=DTYPES[name], device=where, recompute=self.recompute, num_blocks=self.blocks
+            self._settle_cpu()
+        return StandIn(
+            model=self.model,
+            dtype=self.dtype or ("float32" if where.type == "cpu" else "bfloat16"),
+            device=where,
+            recompute=self.recompute,
+            num_blocks=self.blocks,
         )
+
+    @staticmethod
+    def _settle_cpu() -> None:
+        """One thread, which keeps the memory that it frees: times are of this process alone."""
+        import torch
+
+        from knapformer.measure.heap import keep_freed_memory
+
+        torch.set_num_threads(1)
+        keep_freed_memory()

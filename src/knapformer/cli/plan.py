@@ -6,7 +6,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,14 +15,16 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.cli.common import parse_cap
-from knapformer.cli.options import DEFAULT_MODEL, Printed
+from knapformer.cli.common import check_picture, parse_cap, pictured
+from knapformer.cli.options import Printed
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
 from knapformer.given.topology import Topology
 from knapformer.plans.plan import Plan
 from knapformer.plans.registry import find_planner, planner_names
+from knapformer.predict.subject import DEFAULT_MODEL, Subject, find_subject
+from knapformer.predict.words import than
 
 if TYPE_CHECKING:
     from knapformer.plans.planners import Evaluation
@@ -37,18 +39,22 @@ class Placing:
 
     planner: Annotated[str, typer.Option(help=f"One of {planner_names()}.")] = "moldable"
     topology: Annotated[str | None, typer.Option(help="For --planner bags, as in g1n2+g2n1.")] = None
-    model: Annotated[str | None, typer.Option(help=f"A known model; {DEFAULT_MODEL} without --cost.")] = None
-    cost: Annotated[Path | None, typer.Option(help="A cost file (JSON).")] = None
+    model: Annotated[str | None, typer.Option(help=f"A known model; the cost file's own, or {DEFAULT_MODEL}.")] = None
+    cost: Annotated[Path | None, typer.Option(help="A cost file of this model's layers.")] = None
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto"
     lanes: Annotated[str, typer.Option(help="1, 2 (ranks take turns between two lanes) or auto.")] = "1"
 
-    def read_cost(self) -> CostModel:
-        """The cost model that is named."""
-        if self.model is not None and self.cost is not None:
-            raise ConfigurationError("give --model or --cost, not both")
-        found = CostModel.from_preset(self.model or DEFAULT_MODEL) if self.cost is None else CostModel.read(self.cost)
-        return found if self.ranks_per_node is None else found.with_machine(ranks_per_node=self.ranks_per_node)
+    @property
+    def subject(self) -> Subject:
+        """The model and its cost; without a cost file on the cost model's default machine."""
+        found = find_subject(model=self.model, cost_file=self.cost)
+        if not found.is_measured and found.model is not None:
+            cost = CostModel.from_preset(found.model)
+            found = replace(found, cost=cost, speeds="speeds of the cost model's default machine")
+        if self.ranks_per_node is None:
+            return found
+        return replace(found, cost=found.cost.with_machine(ranks_per_node=self.ranks_per_node))
 
 
 def plan(
@@ -60,11 +66,11 @@ def plan(
     """Place the sequences of one step and say what that would gain."""
     from knapformer.plans.planners import evaluate, make_plan
 
-    if picture is not None and printed.as_json:
-        raise ConfigurationError("--picture draws the tables, which --json leaves out: give one of them")
+    check_picture(picture, printed.as_json)
     if placing.topology is not None and not find_planner(placing.planner).needs_bags:
         raise ConfigurationError(f"--topology names bags, which {placing.planner} does not use: add --planner bags")
-    cost = placing.read_cost()
+    subject = placing.subject
+    cost = subject.cost
     layout = None if placing.topology is None else Topology.parse(placing.topology, placing.ranks_per_node)
     step, cap = read_lengths(lengths), parse_cap(placing.max_tokens_per_rank)
     lanes = int(placing.lanes) if placing.lanes in ("1", "2") else placing.lanes
@@ -73,14 +79,16 @@ def plan(
     evaluation = evaluate(result, cost)
     if printed.output is not None:
         printed.output.write_text(json.dumps(result.to_dict()) + "\n")
-    summary = _plan_summary(result, evaluation, plan_ms)
+    summary = {
+        "model": subject.named,
+        "speeds": subject.speeds,
+        **_plan_summary(result, evaluation, plan_ms),
+    }
     if printed.as_json:
         print(json.dumps(summary))
         return
-    console = Console(record=picture is not None)
-    _print(console, step, cost, result, evaluation, summary)
-    if picture is not None:
-        console.save_svg(str(picture), title=f"knapformer plan {lengths.name} --planner {placing.planner}")
+    with pictured(picture, f"knapformer plan {lengths.name} --planner {placing.planner}") as console:
+        _print(console, step, cost, result, evaluation, summary)
 
 
 def _print(
@@ -135,14 +143,15 @@ def _summary_table(summary: dict[str, Any], home_makespan_s: float) -> Table:
     table.add_column()
     makespan_s, bound_s = summary["makespan_s"], summary["lower_bound_s"]
     over_bound = f"{makespan_s / bound_s:.4f} × the lower bound of {bound_s * 1e3:.3f} ms" if bound_s else "no work"
-    speedup = f", {home_makespan_s / makespan_s:.2f} × faster than home" if makespan_s else ""
+    beside_home = f", {than(home_makespan_s / makespan_s, 'home')}" if makespan_s else ""
     caps = summary["max_tokens_per_rank"]
     cap = f", cap {max(caps):,}" if caps else ", no cap"
     sizes = "{num_sequences} sequences, {num_tokens:,} tokens on {num_ranks} ranks".format_map(summary)
     for name, value in (
         ("plan", f"{summary['planner']}{' in two lanes' if summary['lanes'] > 1 else ''}, {summary['plan_ms']:.2f} ms"),
         ("step", sizes),
-        ("makespan", f"{makespan_s * 1e3:.3f} ms a layer's forward, {over_bound}{speedup}"),
+        ("model", f"{summary['model']}, {summary['speeds']}"),
+        ("makespan", f"{makespan_s * 1e3:.3f} ms a layer's forward, {over_bound}{beside_home}"),
         ("training step", f"{summary['step_time_s']:.4g} s predicted"),
         ("discrepancy", f"{100 * summary['discrepancy']:.2f} %"),
         ("split", f"{summary['num_split']} sequences, {summary['bytes'] / 1e6:,.1f} MB exchanged a layer's forward"),

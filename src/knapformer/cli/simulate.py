@@ -10,12 +10,12 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from knapformer.cli.common import checked_shard_size, progress_bar, stamp, write_json
-from knapformer.cli.options import DEFAULT_HARDWARE, DEFAULT_MODEL, NAMES, Compared, Drawn, Target
+from knapformer.cli.common import check_picture, pictured, progress_bar, stamp, write_json
+from knapformer.cli.options import NAMES, Compared, Drawn, Target
 from knapformer.errors import ConfigurationError
-from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
 from knapformer.predict.presets import PRESETS
+from knapformer.workloads.workloads import find_workload
 
 
 def simulate(
@@ -27,15 +27,17 @@ def simulate(
     steps: Annotated[int, typer.Option(help="Steps of each workload; one of a lengths file.", min=1)] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file; .md with tables beside it.")] = None,
+    picture: Annotated[Path | None, typer.Option(help="SVG file for the tables as they are printed.")] = None,
 ) -> None:
     """Run steps of a workload through every planner on modelled hardware; see ``knapformer.predict.timeline``."""
     if (preset is None) == (workload is None):
         raise ConfigurationError("give --preset or --workload, one of them")
+    check_picture(picture, as_json)
     if workload is None:
         assert preset is not None
         results = _preset_results(preset, drawn, target, compared, steps)
     else:
-        results = [_simulate_one(workload, _draw_steps(workload, drawn, steps), drawn.seed, target, compared)]
+        results = [_simulate_one(workload, drawn, steps, target, compared)]
     content = {"schema": "knapformer.simulate/1", **stamp(), "hardware": _sources(results), "results": results}
     if output is not None:
         from knapformer.predict.simulate_tables import markdown
@@ -46,17 +48,22 @@ def simulate(
     if as_json:
         print(json.dumps(content))
         return
-    _print(results)
+    with pictured(picture, f"knapformer simulate {preset or workload}") as console:
+        _print(console, results)
 
 
-def _print(results: list[dict[str, Any]]) -> None:
-    from knapformer.predict.simulate_tables import planner_table
+def _print(console: Console, results: list[dict[str, Any]]) -> None:
+    from knapformer.predict.fitting import fitting_lines
+    from knapformer.predict.presets import ratio_lines
+    from knapformer.predict.simulate_tables import planner_table, subject_line
 
-    console = Console()
     for result in results:
-        console.print(planner_table(f"{result['label']}: {result['model']}", result["planners"], console.width))
-        ratios = ", ".join(f"{name} {value:.2f}" for name, value in result["ratios"].items())
-        console.print(ratios, style="dim", soft_wrap=True)
+        console.print(planner_table(result["label"], result["planners"], console.width))
+        console.print(subject_line(result), soft_wrap=True, highlight=False, markup=False)
+        for line in fitting_lines(result["planners"]):
+            console.print(line, style="red", soft_wrap=True, highlight=False, markup=False)
+        for line in ratio_lines(result["ratios"]):
+            console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
         console.print()
 
 
@@ -74,63 +81,49 @@ def _preset_results(preset: str, drawn: Drawn, target: Target, compared: Compare
         return [run_comparison(c, num_steps=steps, seed=drawn.seed, on_step=on_step) for c in found]
 
 
-def _draw_steps(workload: str, drawn: Drawn, steps: int) -> list[Lengths]:
+def _draw_steps(workload: str, drawn: Drawn, steps: int) -> tuple[list[Lengths], str | None]:
+    """The steps, and the model that trains on them where that is known."""
     from knapformer.predict.simulate import drawn_from
 
     if Path(workload).is_file():
         lengths = read_lengths(workload)
         if drawn.ranks not in (None, lengths.num_ranks):
             raise ConfigurationError(f"{workload} has lengths of {lengths.num_ranks} ranks, --ranks is {drawn.ranks}")
-        return [lengths]
+        return [lengths], None
     if Path(workload).suffix == ".json":
         raise ConfigurationError(f"cannot read {workload}: there is no such file")
     draw = drawn_from(workload, drawn.ranks, drawn.seed)
-    return [draw() for _ in range(steps)]
+    return [draw() for _ in range(steps)], find_workload(workload).model
 
 
-def _simulate_one(label: str, steps: list[Lengths], seed: int, target: Target, compared: Compared) -> dict[str, Any]:
+def _simulate_one(label: str, drawn: Drawn, num_steps: int, target: Target, compared: Compared) -> dict[str, Any]:
     from knapformer.plans.registry import compared_planners
     from knapformer.predict.presets import ratios
-    from knapformer.predict.simulate import simulate
+    from knapformer.predict.simulate import setting_for, simulate
 
+    steps, workload_model = _draw_steps(label, drawn, num_steps)
     num_ranks = steps[0].num_ranks
     if not all(step.num_tokens for step in steps):
         raise ConfigurationError(f"{label}: a step without tokens cannot be compared")
-    specs = compared.specs or compared_planners(num_ranks)
-    setting, description = _setting(target, num_ranks)
+    specs, cap = compared.specs or compared_planners(num_ranks), compared.cap
+    subject = target.subject(workload_model)
+    shard_size = target.shards(subject, num_ranks)
+    setting = setting_for(subject, subject.memory(shard_size), num_ranks=num_ranks)
     with progress_bar("simulating", len(steps) * len(specs)) as on_step:
-        rows = simulate(steps, specs, setting, max_tokens_per_rank=compared.cap, on_step=on_step)
+        rows = simulate(steps, specs, setting, max_tokens_per_rank=cap, on_step=on_step)
     return {
         "label": label,
         "workload": label,
         "num_ranks": num_ranks,
-        **description,
+        **subject.describe(),
+        "hardware": target.named_hardware,
+        "shard_size": None if setting.memory is None else shard_size,
         "published": None,
         "steps": len(steps),
-        "seed": seed,
+        "seed": drawn.seed,
         "planners": rows,
         "ratios": ratios(rows),
     }
-
-
-def _setting(target: Target, num_ranks: int) -> tuple[Any, dict[str, Any]]:
-    """What is simulated, and what the results file says of it."""
-    from knapformer.given.shapes import model_shape
-    from knapformer.predict.hardware import hardware
-    from knapformer.predict.memory import MemoryModel
-    from knapformer.predict.simulate import setting_of
-
-    if target.cost is not None:
-        if (target.model, target.hardware, target.shard_size) != (None, None, None):
-            raise ConfigurationError("--cost stands for --model, --hardware and --shard-size: leave them out")
-        description = {"model": str(target.cost), "hardware": str(target.cost), "shard_size": None}
-        return setting_of(CostModel.read(target.cost), None, None, num_ranks=num_ranks), description
-    model, kind = target.model or DEFAULT_MODEL, target.hardware or DEFAULT_HARDWARE
-    device, shape = hardware(kind), model_shape(model)
-    shard_size = checked_shard_size(target.shard_size, num_ranks, device.cost(shape).machine.ranks_per_node)
-    memory = MemoryModel.of_model(model, shape, shard_size=shard_size)
-    setting = setting_of(device.cost(shape), device, memory, num_ranks=num_ranks)
-    return setting, {"model": model, "hardware": kind, "shard_size": shard_size}
 
 
 def _sources(results: list[dict[str, Any]]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ FloatArray = npt.NDArray[np.float64]
 
 
 MAX_HEADS = 2**16
+MAX_LAYERS = 10_000
 MAX_NODE = 2**31 - 1
 MAX_NUMBER = 1e100
 """Of anything here; products of two stay finite."""
@@ -142,7 +143,10 @@ class CostModel:
             raise ConfigurationError(f"num_heads must be {MAX_HEADS} at most, got {self.num_heads}")
         if not isinstance(self.machine, Machine):
             raise ConfigurationError(f"machine must be a Machine, got {self.machine!r}")
-        for name in ("hidden", "flops_per_s", "num_layers", "pass_factor"):
+        _require_count("num_layers", self.num_layers)
+        if self.num_layers > MAX_LAYERS:
+            raise ConfigurationError(f"num_layers must be {MAX_LAYERS} at most, got {self.num_layers}")
+        for name in ("hidden", "flops_per_s", "pass_factor"):
             _require_positive(name, getattr(self, name))
         for name in ("linear_flops_per_token", "attention_flops_per_pair", "attention_span_tokens"):
             if getattr(self, name) is not None:

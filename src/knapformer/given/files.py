@@ -4,9 +4,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from pydantic import BaseModel
 
 from knapformer.errors import ConfigurationError
+
+MOST_SHOWN = 60
+"""Characters of a wrong value in an error."""
+
+Schema = TypeVar("Schema", bound="BaseModel")
 
 
 def read_object(path: str | Path, what: str) -> dict[str, Any]:
@@ -28,3 +36,29 @@ def read_object(path: str | Path, what: str) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ConfigurationError(f"{path}: {what} is a JSON object, got {type(content).__name__}")
     return content
+
+
+def checked_object(schema: type[Schema], content: Any, where: str) -> Schema:
+    """The content of a file as its schema has it.
+
+    Args:
+        schema: of this kind of file.
+        content: what JSON gave.
+        where: it is from, for the error.
+
+    Raises:
+        ConfigurationError: one line, which names the first place that does not follow the schema.
+    """
+    from pydantic import ValidationError
+
+    try:
+        return schema.model_validate(content)
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False)
+        first = found[0]
+        place = ".".join(map(str, first["loc"]))
+        got = repr(first["input"])
+        got = got if len(got) <= MOST_SHOWN else got[:MOST_SHOWN] + "…"
+        more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+        what = "is missing" if first["type"] == "missing" else f"{first['msg']}, got {got}"
+        raise ConfigurationError(f"{where}: {place or 'all of it'}: {what}{more}") from None

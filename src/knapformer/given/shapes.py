@@ -287,6 +287,26 @@ Lumina 2 and Z-Image have two refining blocks for visual tokens, counted as laye
 Wan 2.2 A14B's parameters are those of one of its two experts."""
 
 
+DEMO = "demo"
+"""The model that ``knapformer demo`` trains: known to calibrate and replay, which run a stand-in of their own."""
+
+
+def stand_in_shape(*, num_heads: int, head_width: int, num_layers: int) -> ModelShape:
+    """The MMDiT of the demo and of stand-ins: plain blocks with MLP ratio 4."""
+    return ModelShape(width=num_heads * head_width, num_heads=num_heads, head_width=head_width, num_layers=num_layers)
+
+
+def named_shape(name: str) -> ModelShape:
+    """``model_shape``, and the demo's with one block of each kind.
+
+    Raises:
+        ConfigurationError: listing the known names.
+    """
+    if name == DEMO:
+        return stand_in_shape(num_heads=DEMO_HEADS, head_width=DEMO_HEAD_WIDTH, num_layers=2)
+    return model_shape(name)
+
+
 def model_shape(name: str) -> ModelShape:
     """The shape of a known model, whatever the case of its name.
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from knapformer.errors import ConfigurationError
-from knapformer.given.cost import CostModel
+from knapformer.given.cost_files import CostFile
 from knapformer.given.lengths import Lengths
 from knapformer.measure.calibrate_model import calibrate_model
 from knapformer.measure.environment import environment
@@ -35,21 +34,6 @@ def read_plans(files: Sequence[Path]) -> dict[str, Plan]:
     return plans
 
 
-def read_cost_file(file: Path, model: str, runner: ModelRunner) -> dict[str, Any]:
-    """The content of a cost file of ``calibrate``.
-
-    Raises:
-        ConfigurationError: it is none, or was measured with another stand-in than ``runner``.
-    """
-    CostModel.read(file)  # its measurements are no part of the model
-    content: dict[str, Any] = json.loads(file.read_text())
-    measured = content.get("measured", {})
-    for name, value in runner.describe(model).items():
-        if measured.get(name, value) != value:
-            raise ConfigurationError(f"{file} was measured with {name} {measured[name]}, this is {name} {value}")
-    return content
-
-
 def plan_workload(name: str, num_ranks: int | None, scale: int, seed: int) -> Lengths:
     """A workload's lengths over ``scale``, so that a small device can run them; 1 token at least."""
     rows = draw_workload(name, seed=seed, num_ranks=num_ranks)
@@ -62,7 +46,7 @@ def replay_plans(
     lengths: Lengths | None,
     *,
     planners: Sequence[str],
-    cost_file: Mapping[str, Any] | None,
+    cost_file: CostFile | None,
     budget_s: float,
     repeats: int,
     on_rank: Callable[[], None],
@@ -74,7 +58,7 @@ def replay_plans(
         plans: by name; or none, and then
         lengths: are planned with each of ``planners``.
         planners: as ``PlannerSpec`` reads them.
-        cost_file: content of a file of ``calibrate`` for the same stand-in.
+        cost_file: of ``calibrate`` for the same stand-in.
         budget_s: seconds for calibrating.
         repeats: of every measurement.
         on_rank: called after each.
@@ -91,10 +75,9 @@ def replay_plans(
         cost, t0_s, calibration = found.cost, found.fit.t0_s, found.to_dict()
         reference_s = found.reference_s
     else:
-        speeds = CostModel.from_dict(cost_file)
+        speeds, measured = cost_file.cost, cost_file.measured
         cost = replace(cost, flops_per_s=speeds.flops_per_s, gamma=speeds.gamma, machine=speeds.machine)
-        measured = cost_file.get("measured", {})
-        t0_s, reference_s = float(measured.get("fit", {}).get("t0_s", 0.0)), measured.get("reference_s")
+        t0_s, reference_s = measured.fit.t0_s, measured.reference_s
     if lengths is not None:
         plans = {
             name: make_plan(lengths, planner=spec.name, topology=spec.topology, cost=cost, max_tokens_per_rank=None)

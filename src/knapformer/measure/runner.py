@@ -5,21 +5,19 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
-from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS, model_shape
+from knapformer.given.shapes import DEMO, named_shape
 from knapformer.models import MMDiT, MMDiTConfig, StreamIndex, local_attention
 from knapformer.models.layers import Attention
 from knapformer.models.presets import cost_template, make_config
 from knapformer.training.parallel import checkpoint
-
-DEMO = "demo"
-"""The model that ``knapformer demo`` trains."""
 
 INIT_STD = 0.02
 """Of all weights: the usual zeros at the end of each block would make every value behind them trivial."""
@@ -28,6 +26,49 @@ REFERENCE_PACK = (192, 192)
 """Sequences of the pack that drift is measured by."""
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIn:
+    """Which model's blocks are run, on what and how: all that can be said before they are built.
+
+    Attributes:
+        model: a known one, or ``demo``.
+        dtype: a name of ``DTYPES``.
+        device: where.
+        recompute: blocks are recomputed in backward.
+        num_blocks: double-stream blocks, and as many single-stream ones.
+    """
+
+    model: str
+    dtype: str
+    device: torch.device
+    recompute: bool
+    num_blocks: int
+
+    def __post_init__(self) -> None:
+        named_shape(self.model)
+        if self.dtype not in DTYPES:
+            raise ConfigurationError(f"--dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
+
+    def describe(self) -> dict[str, Any]:
+        """What times of it hold for: only another one of the same description can be compared with them."""
+        return {
+            "model": self.model,
+            "dtype": self.dtype,
+            "recompute": self.recompute,
+            "num_blocks": [self.num_blocks, self.num_blocks],
+        }
+
+    def build(self) -> ModelRunner:
+        """Make it."""
+        return ModelRunner.of_model(
+            self.model,
+            dtype=DTYPES[self.dtype],
+            device=self.device,
+            recompute=self.recompute,
+            num_blocks=self.num_blocks,
+        )
 
 
 class ModelRunner:
@@ -58,21 +99,14 @@ class ModelRunner:
         Raises:
             ConfigurationError: an unknown model.
         """
-        if name == DEMO:
-            config = make_config(
-                num_heads=DEMO_HEADS,
-                head_width=DEMO_HEAD_WIDTH,
-                num_double_blocks=num_blocks,
-                num_single_blocks=num_blocks,
-            )
-        else:
-            shape = model_shape(name)
-            config = make_config(
-                num_heads=shape.num_heads,
-                head_width=shape.head_width,
-                num_double_blocks=num_blocks,
-                num_single_blocks=num_blocks,
-            )
+        shape = named_shape(name)
+        config = make_config(
+            num_heads=shape.num_heads,
+            head_width=shape.head_width,
+            num_double_blocks=num_blocks,
+            num_single_blocks=num_blocks,
+        )
+        if name != DEMO:
             config = replace(config, in_channels=64, out_channels=64)
         return cls(config, dtype=dtype, device=device, recompute=recompute)
 
@@ -81,15 +115,6 @@ class ModelRunner:
         """The FLOPs of this stand-in, with its layers and passes."""
         size = torch.empty((), dtype=self.dtype).element_size()
         return cost_template(self.config, recompute=self.recompute, bytes_per_element=size, ranks_per_node=8)
-
-    def describe(self, model: str) -> dict[str, Any]:
-        """What times of this runner hold for: only another one of the same description can be compared with them."""
-        return {
-            "model": model,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "recompute": self.recompute,
-            "num_blocks": [self.config.num_double_blocks, self.config.num_single_blocks],
-        }
 
     def train(self, lengths: Sequence[int], attention: Attention | None = None) -> None:
         """Forward and backward over packed visual tokens; does not wait for the device.

@@ -13,10 +13,12 @@ import numpy.typing as npt
 
 from knapformer.errors import CapacityError
 from knapformer.given.lengths import Lengths
+from knapformer.plans.plan import Plan
 from knapformer.plans.planners import make_plan
 from knapformer.plans.registry import PlannerSpec, compared_planners
+from knapformer.predict.fitting import fitting_row
 from knapformer.predict.memory import MemoryModel
-from knapformer.predict.simulate import Setting, best_bags, peak_memory_bytes
+from knapformer.predict.simulate import Setting, best_bags
 from knapformer.predict.timeline import simulate_step
 from knapformer.workloads.dataset import grouped_steps, random_steps
 
@@ -108,12 +110,15 @@ def advise(
     drawn = random_steps(tokens, **shape, rng=np.random.default_rng(seed))
     grouped = grouped_steps(tokens, **shape, rng=np.random.default_rng(seed))
 
-    def run(lengths: Lengths, spec: PlannerSpec) -> tuple[float, float]:
-        found = _run(lengths, spec, setting, memory, fits)
+    def run(lengths: Lengths, spec: PlannerSpec) -> tuple[float, Plan]:
+        found = _run(lengths, spec, setting, fits)
         on_step()
         return found
 
-    ways = _compare(drawn, grouped, run, memory_bytes)
+    def fit_of(plans: Sequence[Plan], steps: Sequence[Lengths], spec: PlannerSpec) -> dict[str, Any]:
+        return fitting_row(plans, steps, spec, setting.cost, memory, memory_bytes)
+
+    ways = _compare(drawn, grouped, run, fit_of)
     loaded = [step.num_tokens / num_ranks for step in drawn]
     fitting = {name: way for name, way in ways.items() if _fits(way)}
     costs = setting.cost.work_s([longest]).sum() * setting.cost.num_layers * setting.cost.pass_factor
@@ -139,8 +144,8 @@ def advise(
 def _compare(
     drawn: Sequence[Lengths],
     grouped: Sequence[Lengths],
-    run: Callable[[Lengths, PlannerSpec], tuple[float, float]],
-    memory_bytes: float,
+    run: Callable[[Lengths, PlannerSpec], tuple[float, Plan]],
+    fit_of: Callable[[Sequence[Plan], Sequence[Lengths], PlannerSpec], dict[str, Any]],
 ) -> dict[str, dict[str, Any]]:
     """Each way by its name; gains are over home, which comes first and always runs."""
     ways: dict[str, dict[str, Any]] = {}
@@ -155,7 +160,10 @@ def _compare(
         rates = [rate for rate, _ in runs]
         home = rates if home is None else home
         base = _total(drawn, home)
-        ways[name] = _way(_total(steps, rates) / base, base, rates, home, [peak for _, peak in runs], memory_bytes)
+        ways[name] = {
+            **_way(_total(steps, rates) / base, base, rates, home),
+            **fit_of([plan for _, plan in runs], steps, spec),
+        }
     return ways
 
 
@@ -172,8 +180,8 @@ def _ways(num_ranks: int) -> dict[str, PlannerSpec]:
     return {"home": home, "length-grouped": home, **ways}
 
 
-def _run(lengths: Lengths, spec: PlannerSpec, setting: Setting, memory: MemoryModel, cap: int) -> tuple[float, float]:
-    """Tokens per second of a step, and the fullest rank's peak memory."""
+def _run(lengths: Lengths, spec: PlannerSpec, setting: Setting, cap: int) -> tuple[float, Plan]:
+    """Tokens per second of a step, and its plan."""
     plan = make_plan(
         lengths,
         planner=spec.name,
@@ -184,7 +192,7 @@ def _run(lengths: Lengths, spec: PlannerSpec, setting: Setting, memory: MemoryMo
     timeline = simulate_step(
         plan, setting.cost, sharding=setting.sharding, exchange_latency_s=setting.exchange_latency_s
     )
-    return lengths.num_tokens / timeline.step_s, peak_memory_bytes(plan, memory)
+    return lengths.num_tokens / timeline.step_s, plan
 
 
 def _total(steps: Sequence[Lengths], rates: Sequence[float]) -> float:
@@ -192,14 +200,7 @@ def _total(steps: Sequence[Lengths], rates: Sequence[float]) -> float:
     return sum(s.num_tokens for s in steps) / sum(s.num_tokens / r for s, r in zip(steps, rates, strict=True))
 
 
-def _way(
-    gain: float,
-    home_rate: float,
-    rates: Sequence[float],
-    home: Sequence[float],
-    peaks: Sequence[float],
-    memory_bytes: float,
-) -> dict[str, Any]:
+def _way(gain: float, home_rate: float, rates: Sequence[float], home: Sequence[float]) -> dict[str, Any]:
     """The gain of all steps together; its error is two standard errors of the steps' own gains."""
     gains = [rate / base for rate, base in zip(rates, home, strict=True)]
     spread = statistics.stdev(gains) if len(gains) > 1 else math.inf
@@ -209,8 +210,6 @@ def _way(
         "gain_error": 2 * spread / math.sqrt(len(gains)),
         "gain_low": min(gains),
         "gain_high": max(gains),
-        "peak_memory_gigabytes": max(peaks) / 1e9,
-        "steps_over_memory": sum(peak > memory_bytes for peak in peaks),
     }
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -12,7 +12,10 @@ from knapformer.plans.registry import PlannerSpec, compared_planners
 from knapformer.predict.hardware import hardware
 from knapformer.predict.memory import MemoryModel
 from knapformer.predict.simulate import best_bags, drawn_from, setting_of, simulate
+from knapformer.predict.subject import BY_WORKLOAD
+from knapformer.predict.words import than
 from knapformer.workloads.codes import SCENARIOS
+from knapformer.workloads.workloads import find_workload
 
 BAGS_OF_32 = ("bags:g1n32", "bags:g2n16", "bags:g4n8", "bags:g8n4")
 MIXED_BAGS = {8: "bags:g1n2+g2n1+g4n1", 16: "bags:g1n4+g4n1+g8n1", 32: "bags:g1n8+g8n1+g16n1"}
@@ -131,7 +134,18 @@ def run_comparison(
     setting = setting_of(device.cost(shape), device, memory, num_ranks=comparison.num_ranks)
     specs = planners_of(comparison)
     rows = simulate(steps, specs, setting, on_step=on_step)
-    return {**asdict(comparison), "steps": num_steps, "seed": seed, "planners": rows, "ratios": ratios(rows)}
+    own = find_workload(comparison.workload).model
+    return {
+        **asdict(comparison),
+        "model_chosen": "the preset's" if own != comparison.model else BY_WORKLOAD,
+        "workload_model": own,
+        "speeds": f"assumed speeds of {device.name}",
+        "memory_of": f"{device.name} (the preset's)",
+        "steps": num_steps,
+        "seed": seed,
+        "planners": rows,
+        "ratios": ratios(rows),
+    }
 
 
 def planners_of(comparison: Comparison) -> list[PlannerSpec]:
@@ -143,12 +157,13 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
     """Speed-ups of and over the best fixed bags, and traffic over that of splitting every sequence over all ranks."""
     found: dict[str, float] = {}
     best, moldable = best_bags(rows), rows.get("moldable", {})
-    if best is not None:
-        found["best bags over home"] = rows[best]["speedup"]
-    if "speedup" in moldable:
-        found["moldable over home"] = moldable["speedup"]
-        if best is not None:
-            found["moldable over best bags"] = moldable["speedup"] / rows[best]["speedup"]
+    reference = next((row["reference"] for row in rows.values() if "reference" in row), "")
+    if best is not None and best != reference:
+        found[f"best bags over {reference}"] = rows[best]["speedup"]
+    if "speedup" in moldable and reference != "moldable":
+        found[f"moldable over {reference}"] = moldable["speedup"]
+    if "speedup" in moldable and best is not None:
+        found["moldable over best bags"] = moldable["speedup"] / rows[best]["speedup"]
     one_bag = [row["exchanged_gigabytes"] for name, row in rows.items() if name.endswith("n1") and "+" not in name]
     everything = max(one_bag, default=0.0)
     if everything:
@@ -156,3 +171,13 @@ def ratios(rows: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
             if "exchanged_gigabytes" in row:
                 found[f"traffic of {name} over splitting everything"] = row["exchanged_gigabytes"] / everything
     return found
+
+
+def ratio_lines(found: Mapping[str, float]) -> Iterator[str]:
+    """``ratios`` in words."""
+    for name, value in found.items():
+        what, _, other = name.partition(" over ")
+        if what.startswith("traffic of "):
+            yield f"{what.removeprefix('traffic of ')} sends {value:.2f} × what {other} does"
+        else:
+            yield f"{what} {'are' if what == 'best bags' else 'is'} {than(value, other)}"

@@ -6,7 +6,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -18,8 +18,10 @@ from knapformer.plans.plan import Plan
 from knapformer.plans.planners import evaluate, make_plan
 from knapformer.plans.problem import Caps
 from knapformer.plans.registry import PlannerSpec
+from knapformer.predict.fitting import fitting_row
 from knapformer.predict.hardware import Hardware
 from knapformer.predict.memory import MemoryModel
+from knapformer.predict.subject import Subject
 from knapformer.predict.timeline import Sharding, simulate_step
 from knapformer.workloads.workloads import draw
 
@@ -38,20 +40,39 @@ class Setting:
         memory: of a rank; None leaves memory out.
         sharding: FSDP2; None leaves it out.
         exchange_latency_s: of each exchange.
+        memory_bytes: that a rank has; None for any amount.
     """
 
     cost: CostModel
     memory: MemoryModel | None = None
     sharding: Sharding | None = None
     exchange_latency_s: float = 0.0
+    memory_bytes: float | None = None
 
 
 def setting_of(cost: CostModel, hardware: Hardware | None, memory: MemoryModel | None, *, num_ranks: int) -> Setting:
     """A setting with FSDP2 over the memory model's shard size, where there is one that divides the ranks."""
-    sharding = None
-    if memory is not None and memory.shard_size > 1 and num_ranks % memory.shard_size == 0:
-        sharding = Sharding.of(cost, num_ranks, shard_size=memory.shard_size, layer_parameters=memory.layer_parameters)
-    return Setting(cost, memory, sharding, 0.0 if hardware is None else hardware.exchange_latency_s)
+    setting = Setting(cost, memory, _sharding(cost, memory, num_ranks))
+    if hardware is None:
+        return setting
+    return replace(setting, exchange_latency_s=hardware.exchange_latency_s, memory_bytes=hardware.memory_bytes)
+
+
+def setting_for(subject: Subject, memory: MemoryModel | None, *, num_ranks: int) -> Setting:
+    """The same for a subject; of a cost file's hardware only the memory counts."""
+    return Setting(
+        subject.cost,
+        memory,
+        _sharding(subject.cost, memory, num_ranks),
+        subject.exchange_latency_s,
+        subject.device.memory_bytes,
+    )
+
+
+def _sharding(cost: CostModel, memory: MemoryModel | None, num_ranks: int) -> Sharding | None:
+    if memory is None or memory.shard_size == 1 or num_ranks % memory.shard_size:
+        return None
+    return Sharding.of(cost, num_ranks, shard_size=memory.shard_size, layer_parameters=memory.layer_parameters)
 
 
 def drawn_from(name: str, num_ranks: int | None, seed: int) -> Draw:
@@ -72,29 +93,46 @@ def simulate(
 
     Args:
         steps: their lengths.
-        planners: ``home`` first; the others are compared with it.
+        planners: compared with ``home`` where it is among them, else with the first one.
         setting: machine and model.
         max_tokens_per_rank: cap for ``whole`` and ``moldable``; the others know none.
         on_step: called after each step of each planner.
 
     Returns:
-        For each planner the medians, means and 95th percentiles of ``summarize``, or ``{"error": …}`` where a step does
-        not fit its caps.
+        For each planner what ``_summarize`` and ``fitting_row`` say, or ``{"error": …}`` where a step does not fit its
+        caps.
     """
+    found: dict[str, list[_Played]] = {}
     rows: dict[str, dict[str, Any]] = {}
-    home: list[float] | None = None
     for spec in planners:
+        rows[str(spec)] = {}
         try:
-            measured = [_step(lengths, spec, setting, max_tokens_per_rank, on_step) for lengths in steps]
+            found[str(spec)] = [_play(lengths, spec, setting, max_tokens_per_rank, on_step) for lengths in steps]
         except CapacityError as error:
             rows[str(spec)] = {"error": str(error)}
-            continue
-        home = [m["step_s"] for m in measured] if home is None else home
-        rows[str(spec)] = _summarize(measured, home)
+    reference = "home" if "home" in found else next(iter(found), "")
+    for spec in planners:
+        played = found.get(str(spec))
+        if played is not None:
+            rows[str(spec)] = {
+                "reference": reference,
+                **_summarize([p.measured for p in played], [p.measured["step_s"] for p in found[reference]]),
+                **fitting_row(
+                    [p.plan for p in played], steps, spec, setting.cost, setting.memory, setting.memory_bytes
+                ),
+            }
     return rows
 
 
-def _step(lengths: Lengths, spec: PlannerSpec, setting: Setting, caps: Caps, on_step: OnStep) -> dict[str, float]:
+@dataclass(frozen=True, slots=True)
+class _Played:
+    """One step of one planner."""
+
+    plan: Plan
+    measured: Mapping[str, float]
+
+
+def _play(lengths: Lengths, spec: PlannerSpec, setting: Setting, caps: Caps, on_step: OnStep) -> _Played:
     began = time.perf_counter()
     plan = make_plan(
         lengths,
@@ -110,7 +148,7 @@ def _step(lengths: Lengths, spec: PlannerSpec, setting: Setting, caps: Caps, on_
     )
     on_step()
     passes = setting.cost.num_layers * setting.cost.pass_factor * setting.cost.machine.communication_scale
-    return {
+    measured = {
         "step_s": timeline.step_s,
         "formula_s": evaluation.step_time_s,
         "lower_bound_s": evaluation.lower_bound_s * setting.cost.num_layers * setting.cost.pass_factor,
@@ -120,29 +158,9 @@ def _step(lengths: Lengths, spec: PlannerSpec, setting: Setting, caps: Caps, on_
         "num_split": float(evaluation.num_split),
         "peak_tokens": float(evaluation.rank_tokens.max(initial=0)),
         "peak_tokens_over_mean": float(evaluation.rank_tokens.max() / max(evaluation.rank_tokens.mean(), 1e-9)),
-        "peak_memory_bytes": 0.0 if setting.memory is None else peak_memory_bytes(plan, setting.memory),
         "plan_s": plan_s,
     }
-
-
-def peak_memory_bytes(plan: Plan, memory: MemoryModel) -> float:
-    """Of the fullest rank: its tokens and its part in exchanges."""
-    split = plan.is_split
-    tokens = plan.rank_tokens
-    own = split[plan.segment_sequence]
-    split_tokens = np.bincount(
-        plan.segment_rank[own], (plan.segment_end - plan.segment_start)[own], minlength=plan.world_size
-    )
-    units = (plan.tile_head_end - plan.tile_head_start) * (plan.tile_query_end - plan.tile_query_start)
-    own = split[plan.tile_sequence]
-    tile_units = np.bincount(plan.tile_rank[own], units[own], minlength=plan.world_size)
-    head_width = memory.width // plan.num_heads
-    return max(
-        memory.peak_bytes(
-            int(n), exchanged_elements=memory.exchange_elements(a, b, head_width, keeps_own=n > a and n >= 2 * a)
-        )
-        for n, a, b in zip(tokens.tolist(), split_tokens.tolist(), tile_units.tolist(), strict=True)
-    )
+    return _Played(plan, measured)
 
 
 def _summarize(steps: Sequence[Mapping[str, float]], home_s: Sequence[float]) -> dict[str, Any]:
@@ -167,10 +185,14 @@ def _summarize(steps: Sequence[Mapping[str, float]], home_s: Sequence[float]) ->
         "num_split": mean("num_split"),
         "peak_tokens": max(step["peak_tokens"] for step in steps),
         "peak_tokens_over_mean": mean("peak_tokens_over_mean"),
-        "peak_memory_gigabytes": max(step["peak_memory_bytes"] for step in steps) / 1e9,
         "plan_ms": 1e3 * statistics.median(step["plan_s"] for step in steps),
         "plan_ms_worst": 1e3 * max(step["plan_s"] for step in steps),
     }
+
+
+def fits(row: Mapping[str, Any]) -> bool:
+    """Whether a row of ``simulate`` was placed and no rank's memory is exceeded, as far as is known."""
+    return "step_s" in row and not row.get("steps_over_memory")
 
 
 def best_bags(rows: Mapping[str, Mapping[str, Any]]) -> str | None:
