@@ -69,6 +69,17 @@ def test_a_pack_is_timed_by_the_clock():
     assert ran == [(3, 4)]
 
 
+def test_all_ranks_begin_a_pack_together(monkeypatch):
+    """And what the others take until then is not counted."""
+    events = []
+    monkeypatch.setattr(module, "wait_for_all", events.append)
+    for clock in ("thread_time", "perf_counter"):
+        monkeypatch.setattr(module.time, clock, lambda: events.append("clock") or float(len(events)))
+    group = BalancingGroup.create()
+    assert time_pack(events.append, (3, 4), group) == 2.0
+    assert events == [group, "clock", (3, 4), "clock"]
+
+
 def test_the_template_counts_the_models_matrix_products():
     """Twice the weights that every token of a block meets; modulation works on sequences."""
     config = make_config(num_heads=6, head_width=32, num_double_blocks=1, num_single_blocks=1)

@@ -2,6 +2,7 @@
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,18 @@ import torch
 from knapformer.cli import main
 from knapformer.demo.config import TrainConfig, default_planners
 from knapformer.errors import ConfigurationError
+from knapformer.execution.transport import Channel
 from knapformer.given.cost import CostModel
 from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS
 from knapformer.measure.calibrate_model import NUM_FITTED, NUM_HELD_OUT, calibrate_model, find_longest, make_packs
-from knapformer.measure.replay import rank_share, replay
+from knapformer.measure.replay import ReplayAttention, rank_share, replay
 from knapformer.measure.runner import ModelRunner, Stopwatch, seconds_of
+from knapformer.models import local_attention
 from knapformer.models.presets import make_config
-from knapformer.plans.planners import make_plan
+from knapformer.plans.plan import Plan
+from knapformer.plans.planners import evaluate, make_plan
+from knapformer.schedules.attention import attention_schedule
+from knapformer.schedules.tokens import RankTokens
 
 CPU = torch.device("cpu")
 
@@ -63,11 +69,95 @@ def test_calibration_recovers_a_known_cost(runner: ModelRunner, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("planner", ["home", "ulysses", "moldable"])
-def test_every_rank_of_a_plan_runs_and_backward_reaches_q_k_and_v(runner: ModelRunner, planner: str) -> None:
+def test_every_rank_of_a_plan_runs_and_backward_reaches_q_k_and_v(
+    runner: ModelRunner, planner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also a rank without tokens that has tiles, and a step with an empty rank."""
     plan = make_plan([[700, 30], [], [20, 0], [64]], planner=planner, cost=runner.template, max_tokens_per_rank=None)
-    for rank in range(4):
+    reached: list[float] = []
+    original = ReplayAttention.__call__
+
+    def attend(self: ReplayAttention, *qkv: torch.Tensor, **options: object) -> torch.Tensor:
+        for x in qkv:
+            x.register_hook(lambda gradient: reached.append(float(gradient.abs().sum())))
+        return original(self, *qkv, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(ReplayAttention, "__call__", attend)
+    num_blocks = runner.config.num_double_blocks + runner.config.num_single_blocks
+    for rank, num_tokens in enumerate(plan.rank_tokens):
+        reached.clear()
         rank_share(plan, rank, runner)()
+        assert len(reached) == 3 * num_blocks
+        assert all(size > 0 for size in reached) == (num_tokens > 0)
+
+
+def test_whole_sequences_attend_and_split_ones_are_stood_in_for(runner: ModelRunner) -> None:
+    """Rank 0 holds sequence 0 whole, and half of sequence 1, of which it gets half of the heads."""
+    heads, width = runner.config.num_heads, 16
+    first, rows = heads // 2, (30, 200, 100)
+    plan = Plan.from_placements(
+        lengths=rows[:2],
+        homes=[0, 1],
+        segments=[[(0, 0, 30)], [(0, 0, 100), (1, 100, 200)]],
+        tiles=[[(0, 0, heads, 0, 30)], [(0, 0, first, 0, 200), (1, first, heads, 0, 200)]],
+        world_size=2,
+        num_heads=heads,
+        num_kv_heads=heads,
+        planner="",
+    )
+    schedule = attention_schedule(plan, RankTokens.of(plan, 0), 0, heads, heads)
+    channel, options = Channel(None, 0), {"num_heads": heads, "num_kv_heads": heads}
+    attention = ReplayAttention(schedule, channel, CPU, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    qkv = [torch.randn(130, heads, width, generator=generator, requires_grad=True) for _ in range(3)]
+    y = attention(*qkv)
+    y.square().sum().backward()
+    alone = [x.detach()[:30].requires_grad_() for x in qkv]
+    expected = local_attention([30])(*alone)
+    expected.square().sum().backward()
+    assert torch.allclose(y[:30], expected, atol=1e-6)
+    assert torch.equal(y[30:], torch.full_like(y[30:], 0.5))
+    for x, own in zip(qkv, alone, strict=True):
+        assert x.grad is not None and own.grad is not None
+        assert torch.allclose(x.grad[:30], own.grad, atol=1e-5)
+        assert torch.equal(x.grad[30:], torch.full_like(x.grad[30:], 0.5))
+
+
+def test_a_replay_warms_up_once_and_compares_with_the_constant_of_the_fit(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each run takes a second, or three on rank 1, by a clock of its own; predictions are far below, or above."""
+    ran: list[tuple[str, int]] = []
+    monkeypatch.setattr(
+        "knapformer.measure.replay.rank_share", lambda plan, rank, _: lambda: ran.append((plan.planner, rank))
+    )
+    monkeypatch.setattr(runner, "train", lambda pack, attention=None: ran.append(("", 0)))
+
+    def fake_seconds(run: Callable[[], None], device: torch.device) -> float:
+        run()
+        return 3.0 if ran[-1][1] else 1.0
+
+    monkeypatch.setattr("knapformer.measure.runner.seconds_of", fake_seconds)
+    rows = [[900, 700], [64]]
+    plans = {name: make_plan(rows, planner=name, cost=runner.template) for name in ("home", "whole")}
+    found, later = (replay(plans, runner.template, runner, t0_s=t0_s, repeats=2)["home"] for t0_s in (0.0, 100.0))
+    own = ran[: len(ran) // 2]
+    assert own[0] == ("home", 0), "before the first reference"
+    assert {run: own.count(run) for run in set(own)} == {
+        ("home", 0): 3,
+        ("home", 1): 2,
+        ("whole", 0): 2,
+        ("whole", 1): 2,
+        ("", 0): 9,
+    }
+    assert found["measured_s"] == [1.0, 3.0] and found["measured_discrepancy"] == 0.5
+    passes = runner.template.num_layers * runner.template.pass_factor
+    busy = [passes * s for s in evaluate(plans["home"].with_heads(7, 7), runner.template).rank_busy_s]
+    assert found["predicted_s"] == pytest.approx(busy)
+    assert later["predicted_s"] == pytest.approx([100 + s for s in busy])
+    assert later["predicted_step_s"] == pytest.approx(found["predicted_step_s"] + 100)
+    assert 0 > found["worst_error"] == pytest.approx(min(b / m - 1 for b, m in zip(busy, (1, 3), strict=True)))
+    assert later["worst_error"] == pytest.approx(99 + busy[0])
 
 
 def test_a_share_of_whole_sequences_computes_what_training_does(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knapformer.errors import ConfigurationError, LengthsError
@@ -55,6 +55,7 @@ def test_a_mean_over_nothing_is_zero_with_a_graph(reduction, num_global):
 ranks = st.lists(st.lists(st.lists(st.floats(0, 10), max_size=4), max_size=4), min_size=1, max_size=4)
 
 
+@settings(deadline=None)
 @given(ranks)
 def test_average_over_ranks_is_the_global_mean(ranks):
     samples = [sample for rank in ranks for sample in rank]
