@@ -8,6 +8,7 @@ from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from knapformer.adapters import published
 from knapformer.adapters.routing_plan import split_evenly
 from knapformer.errors import ConfigurationError
 from knapformer.execution.kernels import varlen_attention
+from knapformer.plans.planners import make_plan
 
 HEADS, WIDTH, BLOCKS = 4, 16, 2
 BAGS = "g1n2+g2n1"
@@ -169,10 +171,34 @@ def four_ranks(rank: int, _world_size: int) -> dict[str, Any]:
         balancer.plan_routing(LENGTHS[rank], 0 if rank == 2 else WIDTH)
     with pytest.raises(ConfigurationError, match="rank 1: topology 'g2'"):
         knapformer.SequenceBalancer("g2" if rank == 1 else "g2n1")
+    wrong_rows = torch.zeros(1 + sum(balancer.gpu_id2chunk_lens[rank]), HEADS, 4)
+    if not is_alone(balancer):
+        with pytest.raises(
+            knapformer.LengthsError, match=rf"rank {rank}: expected {len(wrong_rows) - 1} rows of attention"
+        ):
+            balancer.pre_attn(wrong_rows, wrong_rows, wrong_rows)
+    other_gamma = knapformer.SequenceBalancer(BAGS, gamma=2.0 if rank == 1 else 1.0)
+    with pytest.raises(knapformer.DisagreementError, match=r"rank 1 has gamma 2\.0, rank 0 has 1\.0"):
+        other_gamma.plan_routing(LENGTHS[rank], WIDTH)
+    found["other plan"] = other_plan(rank, balancer)
+    balancer.plan_routing([], WIDTH)
+    found["nothing"] = (balancer.metrics, balancer.tracked_tflops == found["tracked"][0])
     pairs.nice_print()
     pairs.print_imbalance()
     balancer.print_tracking_results()
     return found
+
+
+def other_plan(rank: int, balancer: Any) -> str:
+    """What is raised where a rank makes another plan of the same step."""
+    with mock.patch.object(published, "make_plan", wraps=published.make_plan) as make:
+        if rank == 2:
+            make.side_effect = lambda lengths, **options: make_plan(lengths, **options | {"planner": "home"})
+        try:
+            balancer.plan_routing(LENGTHS[rank], WIDTH)
+        except knapformer.KnapFormerError as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
 
 
 @pytest.fixture(scope="module")
@@ -225,6 +251,29 @@ def test_tracking_and_groups(found: list[dict[str, Any]]) -> None:
     assert 1.0 <= after[0] < before[0]
     assert [own["pairs"] for own in found] == [([0, 1], [0, 1])] * 2 + [([2, 3], [2, 3])] * 2
     assert set(found[2]["own bag"]) == set(range(len(LENGTHS[2]) + len(LENGTHS[3])))
+
+
+def test_ranks_that_plan_otherwise_are_told(found: list[dict[str, Any]]) -> None:
+    """Each raised its own check inside ``four_ranks``, too: another gamma, wrong rows."""
+    assert len({own["other plan"] for own in found}) == 1
+    assert "rank 2" in found[0]["other plan"]
+
+
+def test_a_step_without_tokens_is_level(found: list[dict[str, Any]]) -> None:
+    for own in found:
+        assert own["nothing"] == ({"imbalance": 1.0, "balance_imbalance": 1.0}, True)
+
+
+def test_the_backward_pass_counts_twice_where_it_counts() -> None:
+    balancer = knapformer.SequenceBalancer("g1n1")
+    forward = 24 * 5 * 8**2 + 4 * 5 * 5 * 8
+    for include_bwd, passes in ((False, 1), (True, 3)):
+        balancer.turn_on_tracking(num_layers=2, include_bwd=include_bwd)
+        balancer.plan_routing([5], 8)
+        assert balancer.tracked_tflops[-1] == pytest.approx(2 * passes * forward / 1e12)
+    balancer.turn_off_tracking()
+    balancer.plan_routing([5], 8)
+    assert len(balancer.tracked_tflops) == len(balancer.tracked_imbalances) == 2
 
 
 def test_clear_errors() -> None:

@@ -74,27 +74,28 @@ def test_exchanged_bytes_are_those_of_all_layers_and_passes() -> None:
 def test_the_speedup_is_that_of_all_steps_together() -> None:
     def step(step_s: float, **figures: float) -> dict[str, float]:
         names = ("formula_s", "lower_bound_s", "max_over_mean", "exchanged_bytes", "moved_tokens", "num_split")
-        names += ("peak_tokens", "peak_tokens_over_mean", "peak_memory_bytes", "plan_s")
+        names += ("peak_tokens", "peak_tokens_over_mean", "plan_s")
         return {"step_s": step_s, **dict.fromkeys(names, 1.0), **figures}
 
-    steps = [step(1.0, peak_memory_bytes=3e9, peak_tokens=7, plan_s=0.5), step(4.0, peak_memory_bytes=2e9, plan_s=0.1)]
+    steps = [step(1.0, peak_tokens=7, plan_s=0.5), step(4.0, plan_s=0.1)]
     found = _summarize([*steps, step(1.0, lower_bound_s=0.2, max_over_mean=4.0, exchanged_bytes=7e9)], [2.0, 4.0, 6.0])
     assert found["speedup"] == 2.0, "not (2 + 1 + 6) / 3"
     assert (found["speedup_low"], found["speedup_high"]) == (1.0, 6.0)
     assert (found["step_s"], found["step_p95_s"]) == (2.0, pytest.approx(3.7))
     assert found["over_lower_bound"] == 4.0 and found["timeline_over_formula"] == 2.0
     assert found["discrepancy"] == 1.0 and found["exchanged_gigabytes"] == pytest.approx((7e9 + 2) / 3e9)
-    assert (found["peak_memory_gigabytes"], found["peak_tokens"]) == (3.0, 7)
+    assert found["peak_tokens"] == 7
     assert (found["plan_ms"], found["plan_ms_worst"]) == (500.0, 1000.0)
 
 
 def test_peak_memory_is_that_of_the_fullest_rank_in_the_fullest_step() -> None:
     memory = flux_memory()
-    setting = Setting(hardware("h100").cost(FLUX), memory)
+    setting = Setting(hardware("h100").cost(FLUX), memory, memory_bytes=memory.peak_bytes(5000))
     steps = [Lengths.from_ranks(rows) for rows in ([[10], [20]], [[9000], [3]], [[400], [5000]])]
     rows = simulate(steps, [HOME], setting)
     assert rows["home"]["peak_memory_gigabytes"] == pytest.approx(memory.peak_bytes(9000) / 1e9)
     assert rows["home"]["peak_tokens"] == 9000
+    assert rows["home"]["steps_over_memory"] == 1, "what just fits is not over it"
 
 
 COST = hardware("h100").cost(FLUX)
@@ -160,12 +161,11 @@ def test_planners_that_keep_caps_are_given_what_fits(monkeypatch: pytest.MonkeyP
 
 
 def test_a_gain_is_given_with_two_standard_errors_and_its_extremes() -> None:
-    way = advising._way(2.0, 7.0, [10.0, 4.0, 9.0], [10.0, 2.0, 3.0], [1e9, 2e9, 3e9], 2e9)
+    way = advising._way(2.0, 7.0, [10.0, 4.0, 9.0], [10.0, 2.0, 3.0])
     assert way["tokens_per_s"] == 14.0 and way["gain"] == 2.0
     assert way["gain_error"] == pytest.approx(2 * 1.0 / math.sqrt(3))
     assert (way["gain_low"], way["gain_high"]) == (1.0, 3.0)
-    assert (way["peak_memory_gigabytes"], way["steps_over_memory"]) == (3.0, 1)
-    assert math.isinf(advising._way(1.0, 1.0, [1.0], [1.0], [1.0], 2.0)["gain_error"])
+    assert math.isinf(advising._way(1.0, 1.0, [1.0], [1.0])["gain_error"])
 
 
 @pytest.mark.parametrize(
