@@ -87,7 +87,7 @@ def world(num_ranks: int, planner: str, repeats: int) -> dict[str, Any]:
     rank, peers = median_rank(plan)
     tokens = RankTokens.of(plan, rank)
     step = make_step(plan, lengths, rank)
-    attention = step._attention(HEADS, HEADS, CPU)
+    attention = step.attention.lanes[0].made(HEADS, HEADS, CPU)
     x = torch.zeros(int(lengths.tokens[lengths.homes == rank].sum()), HEADS, WIDTH, requires_grad=True)
     q = torch.zeros(step.num_tokens, HEADS, WIDTH, requires_grad=True)
     shared = [torch.zeros(tokens.num_rows - tokens.num_whole_rows, HEADS, WIDTH).view(-1, WIDTH) for _ in range(3)]
@@ -164,7 +164,11 @@ def tables(step: Step, plan: Plan, lengths: Lengths, tokens: RankTokens, rank: i
     columns = sum(nbytes(blocks) for e in joint for blocks in (e.taken, e.given))
     exchanged = token_exchange(plan, lengths, tokens, rank)
     columns += sum(nbytes(b) for b in (exchanged.send, exchanged.receive, exchanged.keep_from, exchanged.keep_to))
-    index = sum(held(route) for attention in step._attentions.values() for route in (attention.before, attention.after))
+    index = sum(
+        held(route)
+        for attention in step.attention.lanes[0]._made.values()
+        for route in (attention.before, attention.after)
+    )
     index += sum(held(route) for route in step._routes.values())
     return {"plan": nbytes(plan), "columns": columns, "index": index}
 

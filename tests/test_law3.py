@@ -30,6 +30,14 @@ def cases(world_size: int) -> list[Case]:
     planners = ("home", "whole", "ulysses", "bags", "moldable") if many else ("bags", "moldable")
     some += [Case("mmdit", planner=planner, dtype=torch.float32, seed=world_size + 40) for planner in planners]
     some += [Case("dit", dtype=torch.float32, seed=world_size + 50 + i, checkpoint="block") for i in range(1 + many)]
+    some += [
+        Case(model, checkpoint=what, fsdp=sharded, seed=world_size + 70, num_heads=5, lanes=2)
+        for model, what, sharded in product(MODELS, CHECKPOINTS if many else ("block",), (False, True))
+    ]
+    some += [
+        Case(model, planner=name, lanes=2, seed=world_size + 80)
+        for model, name in product(MODELS, ("moldable", "apart"))
+    ]
     return [*some, Case(overlap=False, seed=world_size + 60)]
 
 

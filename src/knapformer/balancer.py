@@ -22,7 +22,7 @@ from knapformer.given.lengths import Lengths, parse_local_lengths
 from knapformer.given.topology import Topology
 from knapformer.plans.micro_batches import MicroBatch, parse_micro_batches, split_micro_batches
 from knapformer.plans.plan import Plan
-from knapformer.plans.planners import make_plan
+from knapformer.plans.planners import check_lanes, make_plan
 from knapformer.plans.problem import Caps, as_topology, cost_on, on_ranks
 from knapformer.prefetch import Prefetch
 from knapformer.step import Step
@@ -52,6 +52,9 @@ class Balancer:
             default group's own, as ``init_process_group`` was given it. On NCCL, where nothing ends a wait of the
             device, it is the timeout of the communicators that are made here, after which NCCL's watchdog ends the
             process; a ``group`` that is given keeps its own.
+        lanes: 2 for steps whose ranks take turns between two lanes of sequences, so that one lane computes while the
+            other's exchange is under way; ``"auto"`` for two where the cost model calls that faster. See
+            ``knapformer.make_plan``.
         check_calls: compare which calls ranks make, and with what. Without it, ranks that differ by a mistake (in
             order, dtype, width, scale, or in what needs gradients) get wrong numbers, hang or abort without a word.
 
@@ -73,6 +76,7 @@ class Balancer:
         overlap: bool = True,
         meter: Meter | None = None,
         timeout: timedelta | None = None,
+        lanes: int | str = 1,
         check_calls: bool = True,
     ) -> None:
         self.cost = CostModel() if cost is None else cost
@@ -81,11 +85,12 @@ class Balancer:
         try:
             self.topology = as_topology(topology)
             _check_arguments(self.cost, planner, kernel)
+            check_lanes(lanes)
         except ConfigurationError as wrong_argument:
             error = wrong_argument
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_kv_heads = num_kv_heads
-        self.kernel, self.overlap = kernel, overlap
+        self.kernel, self.overlap, self.lanes = kernel, overlap, lanes
         self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error, timeout)
         if check_calls:
             self.group = self.group.watched()
@@ -249,6 +254,7 @@ class Balancer:
             max_tokens_per_rank=self.max_tokens_per_rank,
             num_kv_heads=self.num_kv_heads,
             group_offset=self.group.offset,
+            lanes=self.lanes,
         )
 
     def _fingerprint(self, method: str, num_micro_batches: int = 0) -> dict[str, Any]:
@@ -262,6 +268,7 @@ class Balancer:
             "cost": self.cost.to_dict(),
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "num_kv_heads": self.num_kv_heads,
+            "lanes": self.lanes,
             "group_size": self.group.size,
             "method": method,
             "micro_batches": num_micro_batches,

@@ -7,23 +7,21 @@ from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from knapformer.errors import ConfigurationError, KnapFormerError
 from knapformer.execution.agreement import compare_calls
-from knapformer.execution.attend import BalancedAttention, as_one_dtype, check_heads
 from knapformer.execution.calls import StepCalls
 from knapformer.execution.devices import outliving, to_device
 from knapformer.execution.groups import BalancingGroup
 from knapformer.execution.moves import Kind, Moves
 from knapformer.execution.rows import RowIndex, runs_of
+from knapformer.execution.step_attention import LaneAttention, StepAttention
 from knapformer.execution.transport import Channel
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import IntArray, Lengths
 from knapformer.plans.evaluation import Evaluation, evaluate
 from knapformer.plans.plan import Plan
-from knapformer.schedules.attention import attention_schedule
 from knapformer.schedules.meetings import links_of
 from knapformer.schedules.tokens import RankTokens, window
 from knapformer.streams import TEXT, VISUAL, StreamIndex
@@ -49,14 +47,16 @@ class Executor(Protocol):
 class Step:
     """One planned step on one rank; ``Balancer.prepare`` makes it.
 
-    Local tokens are packed rows: whole sequences first, then parts of split ones, each by id; inside a sequence by
-    position. Every rank of the balancing group calls the same exchanges in the same order; in each it waits only for
-    ranks that have something for it.
+    Local tokens are packed rows: lane after lane where the plan has two; in a lane whole sequences first, then parts of
+    split ones, each by id; inside a sequence by position. Every rank of the balancing group calls the same exchanges in
+    the same order; in each it waits only for ranks that have something for it.
 
     Attributes:
         plan: the plan, identical on every rank.
         lengths: the lengths of all ranks.
         rank: this rank in the balancing group.
+        attention: of packed rows, for a model's ``attention`` argument; see
+            ``knapformer.execution.step_attention.StepAttention``.
     """
 
     def __init__(
@@ -84,9 +84,25 @@ class Step:
             control=balancer.group.control,
             calls=self._calls,
         )
-        self._attentions: dict[Any, BalancedAttention] = {}
         self._device = balancer.group.device
-        self._attention(plan.num_heads, plan.num_kv_heads, self._device)
+        self.attention = StepAttention(
+            tuple(
+                LaneAttention(
+                    plan,
+                    self.rank,
+                    lane,
+                    channel=channel,
+                    calls=self._calls,
+                    kernel=balancer.kernel,
+                    overlap=balancer.overlap,
+                )
+                for lane in range(plan.num_lanes)
+            ),
+            self.rank,
+            self._calls,
+        )
+        for lane in self.attention.lanes:  # now, and not inside the first layer
+            lane.made(plan.num_heads, plan.num_kv_heads, self._device)
 
     @property
     def num_ranks(self) -> int:
@@ -227,53 +243,6 @@ class Step:
             (local sequences, …) in packed order; with ``name``, all rows of those sequences.
         """
         return self._move(tensors, ("conditioning", name), reverse=False)
-
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
-        """Attention of each sequence to itself, wherever its tokens are. Every rank calls it for every layer.
-
-        Args:
-            q: (T, H, D) packed rows; k, v: (T, Hkv, D). Heads other than the plan's get the plan's shares. Under
-                autocast they are cast to its dtype first.
-            scale: of the scores; None means 1/√D.
-            causal: a query sees keys up to its own position.
-
-        Returns:
-            (T, H, D).
-
-        Raises:
-            LengthsError: the rows are not those of the plan.
-            ConfigurationError: several dtypes, devices or head widths, heads that do not divide, or causal attention
-                under a plan with tiles of part of the queries; on all ranks.
-            DisagreementError: ranks differ in dtype, width, heads, scale, causal, in whether gradients are needed, or
-                in which call this is; on all ranks.
-        """
-        try:
-            q, k, v = as_one_dtype(q, k, v)
-            check_heads(q, k, v, self.num_tokens, self.rank)
-            attention = self._attention(q.shape[1], k.shape[1], q.device)
-            attention.check_causal(causal)
-        except KnapFormerError as error:
-            self._fail(error)
-            raise
-        return attention(q, k, v, scale=scale, causal=causal)
-
-    def _attention(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
-        """For all layers with these heads. Those of the cost model are made with the step, others when first used."""
-        key = (num_heads, num_kv_heads, device)
-        if key not in self._attentions:
-            balancer = self._balancer
-            with outliving():
-                self._attentions[key] = BalancedAttention(
-                    attention_schedule(self.plan, self._tokens, self.rank, num_heads, num_kv_heads),
-                    balancer.channel,
-                    device,
-                    num_heads=num_heads,
-                    num_kv_heads=num_kv_heads,
-                    kernel=balancer.kernel,
-                    overlap=balancer.overlap,
-                    calls=self._calls,
-                )
-        return self._attentions[key]
 
     def _move(self, tensors: Sequence[Tensor], kind: Kind, *, reverse: bool) -> Any:
         if tensors:

@@ -81,6 +81,27 @@ class StreamIndex(NamedTuple):
         counts = np.asarray([text, visual], np.int64).T.ravel()
         return cls.from_stream_ids(np.repeat(np.tile([TEXT, VISUAL], len(text)), counts), device=device)
 
+    def parts(self, counts: Sequence[int]) -> list[StreamIndex]:
+        """Of the first ``counts[0]`` packed tokens, of the next ``counts[1]``, and so on."""
+        if len(counts) == 1:
+            return [self]
+        is_visual = np.repeat(np.arange(len(self.runs)) % 2, self.runs).astype(bool)
+        bounds = np.cumsum([0, *counts])
+        num_visual = np.diff(np.cumsum([0, *is_visual])[bounds]).tolist()
+        num_text = [count - visual for count, visual in zip(counts, num_visual, strict=True)]
+        texts, visuals, packed = (
+            x.split(list(n)) for x, n in ((self.text, num_text), (self.visual, num_visual), (self.packed, counts))
+        )
+        found = []
+        for i, start in enumerate(bounds[:-1].tolist()):
+            first_text, first_visual = sum(num_text[:i]), len(self.text) + sum(num_visual[:i])
+            where = torch.where(
+                packed[i] < len(self.text), packed[i] - first_text, packed[i] - first_visual + num_text[i]
+            )
+            runs = _alternating_runs(is_visual[start : start + counts[i]])
+            found.append(StreamIndex(texts[i] - start, visuals[i] - start, where, runs))
+        return found
+
     def merge(self, text: Tensor, visual: Tensor) -> Tensor:
         """(T_text, …) and (T_visual, …) to (T, …) in packed order."""
         if not self._is_by_runs:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class Case:
     Attributes:
         planner: name, or "random" for plans that put anything anywhere, or "apart" for one with ranks that have tokens
             without heads, heads without tokens, both, and neither.
+        lanes: with 2, a "random" or "apart" plan has its sequences in lanes at random; lanes of some ranks are empty.
         wrong: a fault that the comparison must notice: "scale", "drop" or "permute" a gradient of the exchange.
     """
 
@@ -40,6 +41,7 @@ class Case:
     shard_size: int | None = None
     seed: int = 0
     overlap: bool = True
+    lanes: int = 1
     wrong: str = ""
 
 
@@ -57,15 +59,20 @@ def homes(case: Case, world_size: int) -> tuple[list[int], list[int], list[list[
 
 def make_planner(case: Case):
     if case.planner == "apart":
-        return lambda lengths: plan_apart(lengths, case)
+        return lambda lengths: in_lanes(plan_apart(lengths, case), case)
     if case.planner != "random":
         return case.planner
 
     def plan(lengths: Lengths) -> Plan:
         rng = random.Random(case.seed + 1000)
-        return random_plan(lengths.to_lists(), case.num_heads, rng, num_kv_heads=case.num_kv_heads)
+        return in_lanes(random_plan(lengths.to_lists(), case.num_heads, rng, num_kv_heads=case.num_kv_heads), case)
 
     return plan
+
+
+def in_lanes(plan: Plan, case: Case) -> Plan:
+    rng = random.Random(case.seed + 2000)
+    return replace(plan, lane=[rng.randrange(2) for _ in range(plan.num_sequences)] if case.lanes > 1 else [])
 
 
 def plan_apart(lengths: Lengths, case: Case) -> Plan:
@@ -171,6 +178,7 @@ def balanced(model: nn.Module, mine: list[Sample], case: Case, rank: int) -> Ten
         topology=topology(case),
         num_kv_heads=case.num_kv_heads,
         overlap=case.overlap,
+        lanes=case.lanes,
     )
     visual, text, position_ids, conditioning, _, streams = pack(mine)
     # Without samples these are new leaves; ranks must agree on what requires gradients.

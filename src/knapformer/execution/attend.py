@@ -12,11 +12,12 @@ from torch import Tensor
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.calls import StepCalls, is_backward_running
 from knapformer.execution.devices import to_device
-from knapformer.execution.exchange import exchange, finish, start
+from knapformer.execution.exchange import finish, start
 from knapformer.execution.kernels import Offsets, choose_kernel, varlen_attention
 from knapformer.execution.routes import JointRoute
 from knapformer.execution.rows import rows
 from knapformer.execution.transport import Channel
+from knapformer.execution.turns import Turns, take_turns
 from knapformer.schedules.attention import AttentionSchedule
 
 Tensors = tuple[Tensor, ...]
@@ -34,6 +35,7 @@ class BalancedAttention:
         kernel: see ``knapformer.execution.kernels.varlen_attention``.
         overlap: compute whole sequences' attention while q, k and v are in flight.
         calls: of the step, where ranks tell calls apart.
+        lane: in words, where there are several.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class BalancedAttention:
         kernel: str = "auto",
         overlap: bool = True,
         calls: StepCalls | None = None,
+        lane: str = "",
     ) -> None:
-        self.calls = calls
+        self.calls, self.lane = calls, lane
         self._said: dict[Any, str] = {}
         self.schedule, self.channel, self.kernel, self.overlap = schedule, channel, kernel, overlap
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
@@ -61,7 +64,15 @@ class BalancedAttention:
         self.expand_keys = _key_rows(schedule, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
-        """Attend. Every rank of the group calls it for every layer: two all-to-alls, unless no sequence is split.
+        """As ``turns``, without others to take them with."""
+        return take_turns([self.turns(q, k, v, scale=scale, causal=causal)])[0]
+
+    def turns(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False
+    ) -> Turns[Tensor]:
+        """Attend, and yield where it would wait. Every rank of the group runs it for every layer.
+
+        Two all-to-alls, unless no sequence is split.
 
         Args:
             q: (T, H, D) packed rows of this rank.
@@ -83,14 +94,16 @@ class BalancedAttention:
             return self._whole((q, k, v), scale, causal)
         own, shared = self._apart(q, k, v)
         pending = start([x.reshape(-1, x.shape[-1]) for x in shared], self.before, self.channel, self.calls, what)
-        if self.overlap:
-            whole = self._whole(own, scale, causal)
-            tiles = finish(pending)
-        else:
-            tiles = finish(pending)
+        whole = self._whole(own, scale, causal) if self.overlap else None
+        yield
+        received = finish(pending)
+        if whole is None:
             whole = self._whole(own, scale, causal)
         what = self._what(q, scale, causal, " output")
-        (split,) = exchange([self._tiles(tiles, scale, causal)], self.after, self.channel, self.calls, what)
+        tiles = self._tiles(received, scale, causal)
+        pending = start([tiles], self.after, self.channel, self.calls, what)
+        yield
+        (split,) = finish(pending)
         split = split.view(-1, self.num_heads, split.shape[-1])
         return torch.cat([whole, split]) if self.cu_whole[-1] else split
 
@@ -103,7 +116,7 @@ class BalancedAttention:
             found = q.shape[-1] ** -0.5 if scale is None and q.shape[-1] else scale
             self._said[key] = (
                 f"attention{part}, {self.num_heads} heads, {self.num_kv_heads} of k and v, scale {found}"
-                f"{', causal' if causal else ''}"
+                f"{', causal' if causal else ''}{self.lane}"
             )
         return self._said[key]
 

@@ -69,6 +69,18 @@ class RowIndex(NamedTuple):
         rows = np.repeat(np.arange(len(counts)), np.asarray(counts, np.int64))
         return cls(to_device(rows, device or "cpu"), runs_of(counts))
 
+    def parts(self, counts: Sequence[int]) -> list[RowIndex]:
+        """The first ``counts[0]`` tokens, the next ``counts[1]``, and so on; none ends inside a row's tokens."""
+        if len(counts) == 1:
+            return [self]
+        parts = self.rows.split(list(counts))
+        if self.runs is None:
+            return [RowIndex(part) for part in parts]
+        rows, tokens = np.concatenate([np.zeros((2, 0), np.int64), *(run.table() for run in self.runs)], axis=1)
+        bounds = np.searchsorted(np.cumsum(tokens), np.cumsum(counts), side="right")
+        pairs = pairwise([0, *bounds.tolist()])
+        return [RowIndex(part, runs_of(tokens[a:b], rows[a:b])) for part, (a, b) in zip(parts, pairs, strict=True)]
+
     @property
     def is_by_runs(self) -> bool:
         """Whether rows are broadcast over their runs. A compiler fuses lookups, and would compile anew for each run."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.autograd import Function
 from knapformer.errors import ConfigurationError
 from knapformer.execution.attend import BalancedAttention
 from knapformer.execution.transport import Channel
+from knapformer.execution.turns import Turns
 from knapformer.given.cost import CostModel
 from knapformer.measure.runner import ModelRunner, Stopwatch
 from knapformer.plans.plan import Plan
@@ -32,7 +34,9 @@ SCHEMA = "knapformer.replay/1"
 class ReplayAttention(BalancedAttention):
     """A rank's attention with other ranks' rows, and what the rank would get back for its own, stood in for."""
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
+    def turns(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False
+    ) -> Turns[Tensor]:
         if self.schedule.is_local:
             return self._whole((q, k, v), scale, causal)
         width = q.shape[-1]
@@ -45,6 +49,7 @@ class ReplayAttention(BalancedAttention):
         )
         split = _StandIn.apply(self._tiles(tiles, scale, causal), queries.num_in)
         return torch.cat([whole, split.view(-1, self.num_heads, width)])
+        yield  # a generator that never waits
 
 
 class _StandIn(Function):
@@ -65,7 +70,8 @@ def _filled(x: Tensor, count: int) -> Tensor:
 
 
 def rank_share(plan: Plan, rank: int, runner: ModelRunner) -> Callable[[], None]:
-    """Forward and backward over what ``plan`` gives ``rank``."""
+    """Forward and backward over what ``plan`` gives ``rank``, in one lane: nothing travels that another could hide."""
+    plan = replace(plan, lane=plan.lane[:0])
     tokens = RankTokens.of(plan, rank)
     heads = runner.config.num_heads
     attention = ReplayAttention(

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
 from torch import Tensor, nn
 
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import DiTConfig
+from knapformer.models.lanes import Projected, in_turns, join, lanes_of
 from knapformer.models.layers import (
     Attention,
     HeadNorm,
@@ -13,11 +17,18 @@ from knapformer.models.layers import (
     OutputLayer,
     SwiGLU,
     VectorEmbedder,
-    attend,
     initialize,
     rms_norm,
 )
 from knapformer.models.rope import rotations
+
+
+class Place(NamedTuple):
+    """Where a lane's tokens are: rows of the conditioning (T,), rotation (T, D/2), and who attends to whom."""
+
+    rows: RowIndex
+    rotation: Tensor
+    attention: Any
 
 
 class DiTBlock(nn.Module):
@@ -32,19 +43,20 @@ class DiTBlock(nn.Module):
         self.attention_out = nn.Linear(width, width, bias=False)
         self.mlp = SwiGLU(width, config.mlp_width)
 
-    def forward(
-        self,
-        x: Tensor,
-        conditioning: Tensor,
-        sequence_index: Tensor | RowIndex,
-        rotation: Tensor,
-        attention: Attention,
-    ) -> Tensor:
-        """x (T, width), conditioning (S, width), sequence_index (T,), rotation (T, D/2) to (T, width)."""
+    def forward(self, lanes: Sequence[Tensor], conditioning: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
+        """Rows (T, width) of each lane, conditioning (S, width), places of the lanes, to (T, width) of each lane."""
         shift_1, scale_1, gate_1, shift_2, scale_2, gate_2 = self.modulation(conditioning)
-        q, k, v = self.head_norm(self.qkv(modulate(rms_norm(x), shift_1, scale_1, sequence_index)))
-        x = add_gated(x, self.attention_out(attend(q, k, v, rotation, attention)), gate_1, sequence_index)
-        return add_gated(x, self.mlp(modulate(rms_norm(x), shift_2, scale_2, sequence_index)), gate_2, sequence_index)
+
+        def before(i: int) -> Projected:
+            normed = modulate(rms_norm(lanes[i]), shift_1, scale_1, places[i].rows)
+            return Projected(*self.head_norm(self.qkv(normed)))
+
+        def after(i: int, attended: Tensor, _kept: None) -> Tensor:
+            rows = places[i].rows
+            x = add_gated(lanes[i], self.attention_out(attended), gate_1, rows)
+            return add_gated(x, self.mlp(modulate(rms_norm(x), shift_2, scale_2, rows)), gate_2, rows)
+
+        return tuple(in_turns(places, before, after))
 
 
 class DiT(nn.Module):
@@ -88,7 +100,11 @@ class DiT(nn.Module):
         config = self.config
         rotation = rotations(position_ids, config.rope_axes, theta=config.rope_theta, dtype=x.dtype)
         x, conditioning = self.visual_in(x), self.conditioning_in(conditioning)
+        index = sequence_index if isinstance(sequence_index, RowIndex) else RowIndex(sequence_index)
+        attentions, counts = lanes_of(attention, x.shape[0])
+        places = list(map(Place, index.parts(counts), rotation.split(counts), attentions))
+        lanes: Sequence[Tensor] = x.split(counts)
         for block in self.blocks:
-            x = block(x, conditioning, sequence_index, rotation, attention)
-        out: Tensor = self.output(rms_norm(x), conditioning, sequence_index)
+            lanes = block(lanes, conditioning, places)
+        out: Tensor = self.output(rms_norm(join(lanes)), conditioning, index)
         return out

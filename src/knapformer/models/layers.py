@@ -11,13 +11,16 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from knapformer.execution.rows import RowIndex, modulate, rows  # noqa: F401 - where models look for the lookup
-from knapformer.models.rope import rotate
 
 NORM_EPS = 1e-6
 
 
 class Attention(Protocol):
-    """Attention over packed rows. Who attends to whom is the callable's business, not the model's."""
+    """Attention over packed rows. Who attends to whom is the callable's business, not the model's.
+
+    It may have ``lanes``: then the rows of each lane lie together, and blocks take turns between them
+    (``knapformer.execution.turns``).
+    """
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """q (T, H, D); k, v (T, Hkv, D); returns (T, H, D). ``scale`` None means 1/√D."""
@@ -106,11 +109,6 @@ class HeadNorm(nn.Module):
         heads = rearrange(qkv, "t (h d) -> t h d", d=self.head_width)
         q, k, v = heads.split(self.head_counts, dim=1)
         return self.query_norm(q), self.key_norm(k), v
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, rotation: Tensor, attention: Attention) -> Tensor:
-    """Rotate q and k, attend, and join the heads: (T, H, D), (T, Hkv, D), (T, Hkv, D) to (T, H·D)."""
-    return rearrange(attention(rotate(q, rotation), rotate(k, rotation), v), "t h d -> t (h d)")
 
 
 class GeluMLP(nn.Module):

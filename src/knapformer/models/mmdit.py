@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional
 
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import MMDiTConfig
+from knapformer.models.lanes import Projected, in_turns, join, lanes_of
 from knapformer.models.layers import (
     Attention,
     GeluMLP,
@@ -17,12 +19,14 @@ from knapformer.models.layers import (
     Modulation,
     OutputLayer,
     VectorEmbedder,
-    attend,
     initialize,
     layer_norm,
 )
 from knapformer.models.rope import rotations
 from knapformer.streams import StreamIndex
+
+Tensors = Sequence[Tensor]
+"""One of each lane."""
 
 
 class TokenIndex(NamedTuple):
@@ -31,6 +35,15 @@ class TokenIndex(NamedTuple):
     text: RowIndex
     visual: RowIndex
     packed: RowIndex
+
+
+class Place(NamedTuple):
+    """Where a lane's tokens are: rows of the conditioning, streams, rotation (T, D/2), and who attends to whom."""
+
+    rows: TokenIndex
+    streams: StreamIndex
+    rotation: Tensor
+    attention: Any
 
 
 class StreamLayers(nn.Module):
@@ -74,28 +87,25 @@ class DoubleBlock(nn.Module):
         self.visual = StreamLayers(config)
 
     def forward(
-        self,
-        text: Tensor,
-        visual: Tensor,
-        conditioning: Tensor,
-        index: TokenIndex,
-        streams: StreamIndex,
-        rotation: Tensor,
-        attention: Attention,
-    ) -> tuple[Tensor, Tensor]:
-        """text (T_text, width), visual (T_visual, width), conditioning (S, width), rotation (T, D/2) to both."""
-        # 1. Each stream projects its own tokens.
+        self, texts: Tensors, visuals: Tensors, conditioning: Tensor, places: Sequence[Place]
+    ) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+        """Texts (T_text, width) and visuals (T_visual, width) of each lane, conditioning (S, width), to both."""
         text_modulation, visual_modulation = self.text.modulation(conditioning), self.visual.modulation(conditioning)
-        text_qkv = self.text.project(text, text_modulation, index.text)
-        visual_qkv = self.visual.project(visual, visual_modulation, index.visual)
 
-        # 2. Both attend in packed order.
-        q, k, v = map(streams.merge, text_qkv, visual_qkv)
-        attended_text, attended_visual = streams.split(attend(q, k, v, rotation, attention))
+        def before(i: int) -> Projected:
+            rows, streams = places[i].rows, places[i].streams
+            text_qkv = self.text.project(texts[i], text_modulation, rows.text)
+            visual_qkv = self.visual.project(visuals[i], visual_modulation, rows.visual)
+            return Projected(*map(streams.merge, text_qkv, visual_qkv))  # both attend in packed order
 
-        # 3. Each stream finishes on its own.
-        text = self.text.finish(text, attended_text, text_modulation, index.text)
-        visual = self.visual.finish(visual, attended_visual, visual_modulation, index.visual)
+        def after(i: int, attended: Tensor, _kept: None) -> tuple[Tensor, Tensor]:
+            rows = places[i].rows
+            attended_text, attended_visual = places[i].streams.split(attended)
+            text = self.text.finish(texts[i], attended_text, text_modulation, rows.text)
+            visual = self.visual.finish(visuals[i], attended_visual, visual_modulation, rows.visual)
+            return text, visual
+
+        text, visual = zip(*in_turns(places, before, after), strict=True)
         return text, visual
 
 
@@ -111,17 +121,21 @@ class SingleBlock(nn.Module):
         self.in_layer = nn.Linear(width, sum(self.split_widths))
         self.out_layer = nn.Linear(width + config.mlp_width, width)
 
-    def forward(
-        self, x: Tensor, conditioning: Tensor, sequence_index: RowIndex, rotation: Tensor, attention: Attention
-    ) -> Tensor:
-        """x (T, width), conditioning (S, width), sequence_index (T,), rotation (T, D/2) to (T, width)."""
+    def forward(self, lanes: Tensors, conditioning: Tensor, places: Sequence[Place]) -> tuple[Tensor, ...]:
+        """Rows (T, width) of each lane in packed order, conditioning (S, width), to (T, width) of each lane."""
         shift, scale, gate = self.modulation(conditioning)
-        projected = self.in_layer(modulate(layer_norm(x), shift, scale, sequence_index))
-        qkv, mlp = projected.split(self.split_widths, dim=-1)
-        q, k, v = self.head_norm(qkv)
-        attended = attend(q, k, v, rotation, attention)
-        update = self.out_layer(torch.cat([attended, functional.gelu(mlp, approximate="tanh")], dim=-1))
-        return add_gated(x, update, gate, sequence_index)
+
+        def before(i: int) -> Projected:
+            projected = self.in_layer(modulate(layer_norm(lanes[i]), shift, scale, places[i].rows.packed))
+            qkv, mlp = projected.split(self.split_widths, dim=-1)
+            q, k, v = self.head_norm(qkv)
+            return Projected(q, k, v, mlp)
+
+        def after(i: int, attended: Tensor, mlp: Tensor) -> Tensor:
+            update = self.out_layer(torch.cat([attended, functional.gelu(mlp, approximate="tanh")], dim=-1))
+            return add_gated(lanes[i], update, gate, places[i].rows.packed)
+
+        return tuple(in_turns(places, before, after))
 
 
 class MMDiT(nn.Module):
@@ -179,15 +193,27 @@ class MMDiT(nn.Module):
         config = self.config
         rotation = rotations(position_ids, config.rope_axes, theta=config.rope_theta, dtype=visual.dtype)
         rows = sequence_index if isinstance(sequence_index, RowIndex) else RowIndex(sequence_index)
-        index = TokenIndex(*streams.split_rows(rows), rows)
-        text, visual = self.text_in(text), self.visual_in(visual)
+        attentions, counts = lanes_of(attention, rotation.shape[0])
+        places = _places(rows.parts(counts), streams.parts(counts), rotation.split(counts), attentions)
+        texts: Tensors = self.text_in(text).split([len(place.streams.text) for place in places])
+        visuals: Tensors = self.visual_in(visual).split([len(place.streams.visual) for place in places])
         conditioning = self.conditioning_in(conditioning)
         for block in self.double_blocks:
-            text, visual = block(text, visual, conditioning, index, streams, rotation, attention)
+            texts, visuals = block(texts, visuals, conditioning, places)
         if config.num_single_blocks:
-            packed = streams.merge(text, visual)
+            packed = [place.streams.merge(*x) for place, *x in zip(places, texts, visuals, strict=True)]
             for block in self.single_blocks:
-                packed = block(packed, conditioning, rows, rotation, attention)
-            visual = streams.split(packed)[1]
-        out: Tensor = self.output(layer_norm(visual), conditioning, index.visual)
-        return out
+                packed = block(packed, conditioning, places)
+            visuals = [place.streams.split(x)[1] for place, x in zip(places, packed, strict=True)]
+        return join(
+            [self.output(layer_norm(x), conditioning, p.rows.visual) for x, p in zip(visuals, places, strict=True)]
+        )
+
+
+def _places(
+    rows: list[RowIndex], streams: list[StreamIndex], rotations: Tensors, attentions: Sequence[Any]
+) -> list[Place]:
+    return [
+        Place(TokenIndex(*of_streams.split_rows(own), own), of_streams, rotation, attention)
+        for own, of_streams, rotation, attention in zip(rows, streams, rotations, attentions, strict=True)
+    ]

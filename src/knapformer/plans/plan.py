@@ -114,6 +114,11 @@ class Plan:
         return 2 if len(self.lane) else 1
 
     @property
+    def lanes(self) -> Array:
+        """(S,) the lane of each sequence; 0 where there is one lane."""
+        return self.lane if len(self.lane) else np.zeros(self.num_sequences, np.int8)
+
+    @property
     def columns(self) -> tuple[Array, ...]:
         """What a planner decided, in the order of ``COLUMNS``."""
         return tuple(getattr(self, name) for name in COLUMNS)

@@ -68,14 +68,18 @@ def make_plan(
     plans = [
         _checked(found.solve(request), request, planner)
         for request in (
-            Request(lengths, cost, caps, topology, num_kv_heads, group_offset, number) for number in _lanes(lanes)
+            Request(lengths, cost, caps, topology, num_kv_heads, group_offset, number) for number in check_lanes(lanes)
         )
     ]
     return min(plans, key=lambda plan: evaluate(plan, cost).makespan_s) if len(plans) > 1 else plans[0]
 
 
-def _lanes(lanes: int | str) -> tuple[int, ...]:
-    """The numbers of lanes that are tried."""
+def check_lanes(lanes: int | str) -> tuple[int, ...]:
+    """The numbers of lanes that are tried.
+
+    Raises:
+        ConfigurationError: not 1, 2 or ``"auto"``.
+    """
     if lanes == "auto":
         return (1, 2)
     if lanes not in (1, 2) or isinstance(lanes, bool):

@@ -52,31 +52,34 @@ class AttentionSchedule:
 
 
 def attention_schedule(
-    plan: Plan, tokens: RankTokens, rank: int, num_heads: int | None = None, num_kv_heads: int | None = None
+    plan: Plan,
+    tokens: RankTokens,
+    rank: int,
+    num_heads: int | None = None,
+    num_kv_heads: int | None = None,
+    lane: int = 0,
 ) -> AttentionSchedule:
     """The exchanges before and after attention of ``rank``.
 
     Args:
         plan: the plan by which ``tokens`` are packed.
-        tokens: those of ``rank``.
+        tokens: those of ``rank`` in the lane.
         rank: in the balancing group.
         num_heads, num_kv_heads: of the model, where they are not the plan's; see ``Plan.with_heads``.
+        lane: of the sequences that are attended to.
     """
     # The plan for other heads may have a sequence in one piece whose rows are packed with those of split ones.
-    split = plan.is_split
+    split = plan.is_split & (plan.lanes == lane)
     if num_heads is not None:
         plan = plan.with_heads(num_heads, num_kv_heads)
-    has_query_tiles = bool((plan.tile_query_end - plan.tile_query_start < plan.lengths[plan.tile_sequence]).any())
+    has_part = plan.tile_query_end - plan.tile_query_start < plan.lengths[plan.tile_sequence]
+    has_query_tiles = bool(has_part[plan.lanes[plan.tile_sequence] == lane].any())
     # Only sequences in which this rank has a part: what is made here does not grow with the world.
     own_tiles = plan.tile_sequence[plan.tile_rank == rank]
     involved = np.zeros(plan.num_sequences, bool)
     involved[tokens.sequence[tokens.num_whole :]] = involved[own_tiles] = True
     involved &= split
-    segments = _columns(plan.segment_sequence, plan.segment_rank, plan.segment_start, plan.segment_end)
-    segments = _where(segments, involved[segments["sequence"]])
-    tiles = _columns(plan.tile_sequence, plan.tile_rank, plan.tile_query_start, plan.tile_query_end)
-    tiles |= {"head_start": plan.tile_head_start.astype(np.int64), "head_end": plan.tile_head_end.astype(np.int64)}
-    tiles = _where(tiles, involved[tiles["sequence"]])
+    segments, tiles = _columns_of(plan, involved)
     spans, is_local = key_spans(tiles, plan), not split.any()
     rest = slice(tokens.num_whole, None)
     split_tokens = RankTokens(tokens.sequence[rest], tokens.start[rest], tokens.end[rest], 0)
@@ -185,6 +188,14 @@ def _key_of_query(tiles: Columns, spans: Columns, group: int) -> IntArray:
     span = np.searchsorted(first_key, wanted, "right") - 1
     entry: IntArray = starts_of(span_heads)[span] + head // group - spans["head_start"][span]
     return entry
+
+
+def _columns_of(plan: Plan, wanted: npt.NDArray[np.bool_]) -> tuple[Columns, Columns]:
+    """Segments and tiles of the wanted sequences."""
+    segments = _columns(plan.segment_sequence, plan.segment_rank, plan.segment_start, plan.segment_end)
+    tiles = _columns(plan.tile_sequence, plan.tile_rank, plan.tile_query_start, plan.tile_query_end)
+    tiles |= {"head_start": plan.tile_head_start.astype(np.int64), "head_end": plan.tile_head_end.astype(np.int64)}
+    return _where(segments, wanted[segments["sequence"]]), _where(tiles, wanted[tiles["sequence"]])
 
 
 def _columns(sequence: IntArray, rank: npt.NDArray[np.int32], start: IntArray, end: IntArray) -> Columns:

@@ -145,11 +145,12 @@ def _units_by_peer(peers: IntArray, other: IntArray, blocks: Blocks) -> IntArray
 
 @dataclass(frozen=True, eq=False)
 class RankTokens:
-    """The token segments that a rank holds, in the order in which it packs them: whole sequences first, then by id.
+    """The token segments that a rank holds, in the order in which it packs them: by lane; in a lane whole sequences
+    first; then by id.
 
     Attributes:
         sequence, start, end: (B,) columns of the segments.
-        num_whole: the first so many segments are whole sequences.
+        num_whole: the first so many segments are whole sequences; of one lane, all of them.
     """
 
     sequence: IntArray
@@ -158,11 +159,15 @@ class RankTokens:
     num_whole: int
 
     @classmethod
-    def of(cls, plan: Plan, rank: int) -> RankTokens:
+    def of(cls, plan: Plan, rank: int, lane: int | None = None) -> RankTokens:
+        """The segments of ``rank``; with ``lane`` those of that lane only."""
         own = np.flatnonzero(plan.segment_rank == rank)
-        sequence, split = plan.segment_sequence[own], plan.is_split
-        own, sequence = (x[np.argsort(split[sequence], kind="stable")] for x in (own, sequence))
-        num_whole = int((~split[sequence]).sum())
+        sequence, split, lanes = plan.segment_sequence[own], plan.is_split, plan.lanes
+        if lane is not None:
+            own, sequence = (x[lanes[sequence] == lane] for x in (own, sequence))
+        order = np.lexsort((split[sequence], lanes[sequence]))
+        own, sequence = own[order], sequence[order]
+        num_whole = int((np.cumsum(split[sequence]) == 0).sum())
         return cls(sequence, plan.segment_start[own], plan.segment_end[own], num_whole)
 
     @cached_property
@@ -225,7 +230,7 @@ def token_exchange(plan: Plan, lengths: Lengths, tokens: RankTokens, rank: int, 
         destination=plan.segment_rank[rows].astype(np.int64)[out["index"]],
         receive=Blocks.of_rows(starts_of(own["count"]), own["count"]),
         source=lengths.homes[own["sequence"]].astype(np.int64),
-        # The packed order has whole sequences first, the canonical one has not.
+        # The packed order has lanes, and whole sequences first; the canonical one has neither.
         order=np.lexsort((own["start"], own["sequence"])),
         num_in=int((high[first:last] - low[first:last]).sum()),
         is_local=_all_at_home(plan, lengths),
