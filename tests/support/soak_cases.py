@@ -41,6 +41,7 @@ class SoakCase:
             validation step of its own.
         strided: inputs are not contiguous.
         steps: for each step, for each rank, its sequences.
+        lanes: of the plan; a model's blocks take turns between two.
         wrong: a fault for the negative controls.
     """
 
@@ -68,6 +69,7 @@ class SoakCase:
     before: str
     strided: bool
     steps: tuple[tuple[tuple[Rows, ...], ...], ...]
+    lanes: int = 1
     wrong: str = ""
 
 
@@ -116,6 +118,7 @@ def draw(seed: int) -> SoakCase:
         before=before,
         strided=rng.random() < 0.2,
         steps=tuple(_step(world_size, shape, model, rng) for _ in range(num_steps)),
+        lanes=rng.choice([1, 1, 2]),
     )
 
 

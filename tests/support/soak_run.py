@@ -35,7 +35,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from knapformer import Balancer, CostModel, Lengths, Plan, make_plan
+from knapformer.execution.rows import RowIndex
 from knapformer.models import DiT, layers
+from knapformer.models.dit import Place
 from knapformer.models.rope import rotations
 from knapformer.parallel import checkpoint, checkpointed, shard
 
@@ -118,6 +120,7 @@ def make_balancer(case: SoakCase) -> Balancer:
         topology=case.topology,
         num_kv_heads=case.plan_kv_heads,
         overlap=case.overlap,
+        lanes=case.lanes,
     )
 
 
@@ -127,6 +130,7 @@ def make_cost(case: SoakCase) -> CostModel:
 
 def make_planner(case: SoakCase) -> Any:
     heads = {"num_heads": case.plan_heads, "num_kv_heads": case.plan_kv_heads}
+    in_lanes = functools.partial(balanced_cases.in_lanes, case=balanced_cases.Case(lanes=case.lanes, seed=case.seed))
     if case.planner == "moldable" and case.causal:
         return functools.partial(plan_with_all_queries, case=case)
     if case.planner not in ("random", "apart"):
@@ -134,16 +138,16 @@ def make_planner(case: SoakCase) -> Any:
 
     def plan(lengths: Lengths) -> Plan:
         if case.planner == "apart" and lengths.num_ranks > 1:
-            return plan_apart(lengths, balanced_cases.Case(**heads))
+            return in_lanes(plan_apart(lengths, balanced_cases.Case(**heads)))
         rng = random.Random(case.seed + lengths.num_tokens)
-        return random_plan(lengths.to_lists(), rng=rng, query_tiles=not case.causal, **heads)
+        return in_lanes(random_plan(lengths.to_lists(), rng=rng, query_tiles=not case.causal, **heads))
 
     return plan
 
 
 def plan_with_all_queries(lengths: Lengths, case: SoakCase) -> Plan:
     """What ``moldable`` makes, unless it has tiles of part of the queries, which causal attention refuses."""
-    options: dict[str, Any] = {"cost": make_cost(case), "num_kv_heads": case.plan_kv_heads}
+    options: dict[str, Any] = {"cost": make_cost(case), "num_kv_heads": case.plan_kv_heads, "lanes": case.lanes}
     plan = make_plan(lengths, **options)
     rows = plan.tile_query_end - plan.tile_query_start
     if (rows == plan.lengths[plan.tile_sequence]).all():
@@ -245,8 +249,22 @@ def spoil(x: Tensor, case: SoakCase) -> Tensor:
     return x
 
 
+class Chosen:
+    """A step's attention, or a lane's, with the case's scale and causality."""
+
+    def __init__(self, attention: Any, case: SoakCase) -> None:
+        options = {"scale": case.scale, "causal": case.causal}
+        self.lanes = [Chosen(lane, case) for lane in getattr(attention, "lanes", ())]
+        self.num_rows = getattr(attention, "num_rows", None)
+        self.call = functools.partial(attention, **options) if self.lanes else None
+        self.turns = None if self.lanes else functools.partial(attention.turns, **options)
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.call(q, k, v)
+
+
 def forward(model: nn.Module, step: Any, batch: list[SoakSample], case: SoakCase) -> Tensor:
-    attention = functools.partial(step.attention, scale=case.scale, causal=case.causal)
+    attention = Chosen(step.attention, case)
     visual, text, ids, conditioning = routed(step, batch, case)
     with precision(case):
         if text is None:
@@ -262,7 +280,7 @@ def forward_in_turns(
     """A DiT's forward passes of several steps, block by block in turns."""
     assert isinstance(model, DiT)
     config = model.config
-    attentions = [functools.partial(step.attention, scale=case.scale, causal=case.causal) for step in steps]
+    attentions: list[Any] = [Chosen(step.attention, case) for step in steps]
     if case.checkpoint == "attention":
         attentions = [checkpointed(attention) for attention in attentions]
     inputs = [routed(step, batch, case) for step, batch in zip(steps, batches, strict=True)]
@@ -272,7 +290,8 @@ def forward_in_turns(
         xs = [model.visual_in(x) for x, *_ in inputs]
         for block in model.blocks:
             for i, step in enumerate(steps):
-                xs[i] = block(xs[i], conditionings[i], step.sequence_index, turns[i], attentions[i])
+                place = Place(RowIndex(step.sequence_index), turns[i], attentions[i])
+                (xs[i],) = block([xs[i]], conditionings[i], [place])
         return [
             step.restore(model.output(layers.rms_norm(x), c, step.sequence_index))
             for step, x, c in zip(steps, xs, conditionings, strict=True)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import DiTConfig
-from knapformer.models.lanes import Projected, in_turns, join, lanes_of
+from knapformer.models.lanes import Projected, cut, in_turns, join, lanes_of
 from knapformer.models.layers import (
     Attention,
     HeadNorm,
@@ -103,7 +103,7 @@ class DiT(nn.Module):
         index = sequence_index if isinstance(sequence_index, RowIndex) else RowIndex(sequence_index)
         attentions, counts = lanes_of(attention, x.shape[0])
         places = list(map(Place, index.parts(counts), rotation.split(counts), attentions))
-        lanes: Sequence[Tensor] = x.split(counts)
+        lanes: Sequence[Tensor] = cut(x, counts)
         for block in self.blocks:
             lanes = block(lanes, conditioning, places)
         out: Tensor = self.output(rms_norm(join(lanes)), conditioning, index)

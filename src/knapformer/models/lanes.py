@@ -76,6 +76,11 @@ def in_turns(
     return take_turns([lane(i) for i in range(len(places))])
 
 
+def cut(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The rows of each lane; copies, because FSDP2 warns of a block that gives back a view."""
+    return [part.clone() for part in x.split(list(counts))] if len(counts) > 1 else [x]
+
+
 def join(lanes: Sequence[Tensor]) -> Tensor:
     """The rows of all lanes, one lane after another."""
     return torch.cat(list(lanes)) if len(lanes) > 1 else lanes[0]

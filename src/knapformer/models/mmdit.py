@@ -11,7 +11,7 @@ from torch.nn import functional
 
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import MMDiTConfig
-from knapformer.models.lanes import Projected, in_turns, join, lanes_of
+from knapformer.models.lanes import Projected, cut, in_turns, join, lanes_of
 from knapformer.models.layers import (
     Attention,
     GeluMLP,
@@ -195,8 +195,8 @@ class MMDiT(nn.Module):
         rows = sequence_index if isinstance(sequence_index, RowIndex) else RowIndex(sequence_index)
         attentions, counts = lanes_of(attention, rotation.shape[0])
         places = _places(rows.parts(counts), streams.parts(counts), rotation.split(counts), attentions)
-        texts: Tensors = self.text_in(text).split([len(place.streams.text) for place in places])
-        visuals: Tensors = self.visual_in(visual).split([len(place.streams.visual) for place in places])
+        texts: Tensors = cut(self.text_in(text), [len(place.streams.text) for place in places])
+        visuals: Tensors = cut(self.visual_in(visual), [len(place.streams.visual) for place in places])
         conditioning = self.conditioning_in(conditioning)
         for block in self.double_blocks:
             texts, visuals = block(texts, visuals, conditioning, places)
