@@ -35,8 +35,8 @@ PACKAGE = "src/knapformer"
 SCHEMA = "knapformer.mutation/1"
 
 FAMILIES = "tests/adapters/test_families.py"
-BALANCE, CALLS, EDGES, PUBLISHED = (
-    f"tests/adapters/test_{name}.py" for name in ("balance", "calls", "edges", "published")
+BALANCE, CALLS, EDGES, PUBLISHED, WRAPPERS = (
+    f"tests/adapters/test_{name}.py" for name in ("balance", "calls", "edges", "published", "wrappers")
 )
 PADDING = [f"{FAMILIES}::test_{name}" for name in ("masked_padding_is_dropped", "keep_padding", "unbalance_and_copies")]
 ROUTES, HOST_PATH, ATTEND = (f"tests/execution/test_{name}.py" for name in ("routes", "host_path", "attend"))
@@ -69,9 +69,12 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
         PLANS[:3],
         [*PLANS[3:], "tests/plans/test_lanes.py", "tests/plans/test_worked_example.py", "tests/schedules"],
     ),
-    "given/cost": (["tests/given"], ["tests/predict/test_timeline.py", "tests/plans/test_planners.py"]),
+    "given/cost": (
+        ["tests/given"],
+        ["tests/measure/test_calibrate.py", "tests/predict/test_timeline.py", "tests/plans/test_planners.py"],
+    ),
     "adapters/calls": ([CALLS, BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
-    "adapters/diffusers": ([BALANCE, *IN_ONE_PROCESS], [EDGES, BALANCE, *PADDING]),
+    "adapters/diffusers": ([BALANCE, *IN_ONE_PROCESS], [EDGES, WRAPPERS, *PADDING]),
     "adapters/family": ([BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
     "adapters/flux": (one_rank("flux"), OTHERS),
     "adapters/hunyuan_video": (HUNYUAN, OTHERS),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from types import SimpleNamespace
 from typing import Any
@@ -291,3 +292,33 @@ def test_text_that_overflows_float16_is_clipped(name: str) -> None:
         model(**stacked(CASES[name], ALL, needs_grad=False)[1])
     assert outputs[0].dtype == torch.float16 and len(outputs[0]) == sum(TEXT_LENGTHS)
     assert float(outputs[0].max()) == 65504.0
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("flux", (16, 4), (0, 16, 4)),
+        ("qwen-image", (16, 16), (0, 16, 16)),
+        ("sd3", (4, 4, 6), (0, 4, 4, 6)),
+        ("wan", (4, 3, 4, 6), (0, 4, 3, 4, 6)),
+        ("hunyuan-video", (4, 1, 4, 6), (0, 4, 1, 4, 6)),
+    ],
+)
+def test_a_batch_of_none_comes_back_as_one_with_a_graph(
+    name: str, shape: tuple[int, ...], expected: tuple[int, ...]
+) -> None:
+    model, arguments = balanced_case(name)
+    empty = {key: [] if key == "img_shapes" else torch.stack(list(values)[:1])[:0] for key, values in arguments.items()}
+    output = model(**empty | {"hidden_states": torch.zeros(0, *shape)})
+    assert output.sample.shape == expected
+    output.sample.sum().backward()
+    assert any(p.grad is not None for p in model.parameters())
+
+
+def test_without_diffusers_its_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = CASES["flux"].build()
+    monkeypatch.setitem(sys.modules, "diffusers", None)
+    with pytest.raises(
+        ConfigurationError, match=r"diffusers cannot be imported .*: pip install knapformer\[diffusers\]"
+    ):
+        cost_of(model)

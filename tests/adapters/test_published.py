@@ -21,6 +21,8 @@ from knapformer.adapters import published
 from knapformer.adapters.routing_plan import split_evenly
 from knapformer.errors import ConfigurationError
 from knapformer.execution.kernels import varlen_attention
+from knapformer.given.lengths import Lengths
+from knapformer.given.topology import Topology
 from knapformer.plans.planners import make_plan
 
 HEADS, WIDTH, BLOCKS = 4, 16, 2
@@ -249,6 +251,8 @@ def test_tracking_and_groups(found: list[dict[str, Any]]) -> None:
     flops = sum(24 * n * WIDTH**2 + 4 * n * n * WIDTH for own in LENGTHS for n in own)
     assert tflops == pytest.approx([6 * flops / 1e12] * 2) and before == before[:1] * 2
     assert 1.0 <= after[0] < before[0]
+    work = [sum(24 * n * WIDTH**2 + 4 * n * n * WIDTH for n in own) for own in LENGTHS]
+    assert before[0] == pytest.approx(max(work) / (sum(work) / 4))
     assert [own["pairs"] for own in found] == [([0, 1], [0, 1])] * 2 + [([2, 3], [2, 3])] * 2
     assert set(found[2]["own bag"]) == set(range(len(LENGTHS[2]) + len(LENGTHS[3])))
 
@@ -274,6 +278,19 @@ def test_the_backward_pass_counts_twice_where_it_counts() -> None:
     balancer.turn_off_tracking()
     balancer.plan_routing([5], 8)
     assert len(balancer.tracked_tflops) == len(balancer.tracked_imbalances) == 2
+
+
+def test_bags_are_filled_by_the_work_of_the_models_width_and_gamma() -> None:
+    """By linear work the longest sequence shares its bag; by attention it outweighs the others."""
+    lengths, topology = Lengths.from_ranks([[64, 48, 32, 32], []]), Topology.parse("g1n2")
+    balancer = published.SequenceBalancer("g1n1")
+    balancer.topology = topology
+    for width, gamma, alone in ((4096, 1.0, False), (4, 1.0, True), (64, 0.0, False), (64, 100.0, True)):
+        balancer.gamma = gamma
+        with mock.patch.object(published, "gather_inputs", return_value=(lengths, None)):
+            plan, _ = balancer._plan([], width)
+        ranks = [plan.placement(i).ranks for i in range(4)]
+        assert (ranks.count(ranks[0]) == 1) == alone, (width, gamma, ranks)
 
 
 def test_clear_errors() -> None:

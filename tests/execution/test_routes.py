@@ -68,6 +68,13 @@ def test_knows_what_is_one_piece():
     assert torch.equal(Units.of(PIECE, CPU).bytes_of(x).view(torch.float32), x[5:105].flatten())
     assert Units.of(Blocks.of_rows(*np.zeros((2, 0), np.int64)), CPU).bytes_of(x).numel() == 0
     assert Units.of(LONG, CPU).bytes_of(x) is None
+    starts = np.array([0, 3, 8, 10])
+    assert Units.of(Blocks.of_rows(starts, np.array([3, 5, 2, 4])), CPU).span == (0, 14)
+    for gap_or_overlap in ([3, 4, 2, 4], [3, 5, 3, 4], [2, 5, 2, 4]):
+        assert Units.of(Blocks.of_rows(starts, np.array(gap_or_overlap)), CPU).span is None
+    assert Units.of(Blocks.of_rows(np.array([0, 3, 6]), np.array([3, 2, 4])), CPU).span is None, (
+        "a gap after equal steps"
+    )
     assert Units.of(PIECE, CPU).bytes_of(x.T.contiguous().T) is None
     single = torch.zeros(1, 2)[:, 1:]
     assert Units.of(Blocks.of_rows(np.array([0]), np.array([1])), CPU).bytes_of(single).numel() == 4

@@ -81,3 +81,27 @@ def test_no_term_of_a_fit_is_negative(term):
 def test_a_fit_needs_four_packs():
     with pytest.raises(ConfigurationError, match="at least four samples, got 3"):
         fit(packs(1e-3, 2e-6, 3e-9)[:3])
+
+
+@pytest.mark.parametrize("name", ["communication_scale", "latency_s", "interference"])
+def test_figures_that_may_be_zero_are_no_less_and_numbers(name):
+    assert getattr(Machine(**{name: 0}), name) == 0
+    for wrong in (-0.5, -1, "fast", None, True, float("nan")):
+        with pytest.raises(ConfigurationError, match=f"{name} must be a number >= 0, got {wrong!r}"):
+            Machine(**{name: wrong})
+
+
+def test_speeds_and_nodes_are_plain_numbers_whatever_they_were_given_as():
+    machine = Machine(speeds=[1, 2.0], nodes=np.asarray([0, 1]))
+    assert machine.speeds == (1.0, 2.0) and machine.nodes == (0, 1)
+    assert {type(x) for x in machine.speeds} == {float} and {type(x) for x in machine.nodes} == {int}
+    assert machine == Machine(speeds=[1.0, 2.0], nodes=[0, 1])
+
+
+def test_a_fit_gives_speed_and_gamma_of_a_layers_pass():
+    template = CostModel(hidden=64, num_heads=4)
+    cost = fit(packs(1e-3, 2e-6, 3e-9)).to_cost(template, 6.0)
+    assert cost.linear_s_per_token == pytest.approx(2e-6 / 6)
+    assert float(cost.attention_s([1])[0]) == pytest.approx(3e-9 / 6)
+    with pytest.raises(ConfigurationError, match="no linear term"):
+        fit(packs(1e-3, 0.0, 3e-9)).to_cost(template)

@@ -14,6 +14,7 @@ from plan_cases import random_plan, random_ranks
 from knapformer.errors import ConfigurationError, PlanError
 from knapformer.given.lengths import Lengths
 from knapformer.plans.plan import Plan
+from knapformer.plans.planners import make_plan
 from knapformer.plans.text import format_plan, parse_plan
 
 
@@ -108,6 +109,14 @@ def test_refuses_what_does_not_fit_its_sequences_and_ranks():
         replace(plan, homes=plan.homes[1:])
     with pytest.raises(PlanError, match="3 ranks needs as many caps, got 2"):
         replace(plan, max_tokens_per_rank=(99, 99))
+
+
+@pytest.mark.parametrize("kind", ["segment", "tile"])
+def test_refuses_offsets_that_fall_even_by_one(kind):
+    plan = make_plan([[3, 4], [5]], planner="home")
+    for offsets in ([0, 2, 1, 3], [0, 3, 0, 3], [1, 1, 2, 3], [-1, 1, 2, 3], [0, 1, 2, 2], [0, 1, 3]):
+        with pytest.raises(PlanError, match=rf"{kind} offsets do not fit 3 sequences and 3 {kind}s"):
+            replace(plan, **{f"{kind}_offsets": np.asarray(offsets)})
 
 
 def test_refuses_heads_and_homes_that_no_step_has():
