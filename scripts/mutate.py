@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ast
 import importlib.util
+import itertools
 import json
 import os
 import platform
@@ -51,7 +52,7 @@ def one_rank(*cases: str) -> list[str]:
 
 WAN = one_rank("wan", "wan-per-token-timesteps", "wan-image")
 QWEN = one_rank("qwen-image", "qwen-image-edit", "qwen-image-layered")
-HUNYUAN = one_rank("hunyuan-video", "hunyuan-video-token-replace")
+HUNYUAN = one_rank("hunyuan-video", "hunyuan-video-unguided", "hunyuan-video-token-replace")
 SD3 = one_rank("sd3", "sd3.5")
 IN_ONE_PROCESS = [f"--deselect={BALANCE}::test_bad_input_on_one_rank_raises_on_all"]
 OTHERS = [CALLS, EDGES, BALANCE, *PADDING, *IN_ONE_PROCESS]
@@ -76,7 +77,7 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "adapters/calls": ([CALLS, BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
     "adapters/diffusers": ([BALANCE, *IN_ONE_PROCESS], [EDGES, WRAPPERS, *PADDING]),
     "adapters/family": ([BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
-    "adapters/flux": (one_rank("flux"), OTHERS),
+    "adapters/flux": (one_rank("flux", "flux-schnell"), OTHERS),
     "adapters/hunyuan_video": (HUNYUAN, OTHERS),
     "adapters/layers": ([*HUNYUAN, *one_rank("flux", "wan", "sd3")], [*OTHERS, "tests/adapters/test_precision.py"]),
     "adapters/output": (one_rank("flux"), OTHERS),
@@ -198,15 +199,21 @@ def children(node: ast.AST) -> Iterator[ast.AST]:
 
 def mutants_of(file: str, source: str) -> list[Mutant]:
     """Every fault that can be made in a module, in order of its code."""
-    lines, found, left = source.splitlines(), [], [ast.parse(source)]  # type: tuple[Any, list[Mutant], list[ast.AST]]
+    data = source.encode()
+    lines, found, left = data.splitlines(keepends=True), list[Mutant](), list[ast.AST]([ast.parse(source)])
+    starts = [0, *itertools.accumulate(map(len, lines))]
     while left:
         node = left.pop()
         left += children(node)
         for operator, part, after in changes(node):
             place: Any = part
-            before = ast.get_source_segment(source, place) or ""
             where = (place.lineno, place.col_offset, place.end_lineno, place.end_col_offset)
-            found.append(Mutant(file, *where, operator, lines[place.lineno - 1].strip(), before, after))
+            first, last = (
+                starts[place.lineno - 1] + place.col_offset,
+                starts[place.end_lineno - 1] + place.end_col_offset,
+            )
+            code = lines[place.lineno - 1].decode().strip()
+            found.append(Mutant(file, *where, operator, code, data[first:last].decode(), after))
     return sorted(found, key=lambda m: (m.line, m.column, m.operator, m.after))
 
 
@@ -351,11 +358,8 @@ def run(copy: Copy, module: str, chosen: Sequence[Mutant], report: Callable[[Mut
 
 
 def show(mutant: Mutant) -> None:
-    place = f"{mutant.file}:{mutant.line}"
-    print(
-        f"{mutant.killed_by or 'SURVIVED'}  {place} {mutant.operator}: {mutant.before!r} -> {mutant.after!r}",
-        flush=True,
-    )
+    change = f"{mutant.operator}: {mutant.before[:60]!r} -> {mutant.after[:60]!r}"
+    print(f"{mutant.killed_by or 'SURVIVED'}  {mutant.file}:{mutant.line} {change}", flush=True)
 
 
 def as_json(rows: Sequence[Mutant], possible: dict[str, int], command: str, seconds: float) -> dict[str, Any]:

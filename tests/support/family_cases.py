@@ -88,10 +88,11 @@ def number(index: int) -> Tensor:
     return torch.tensor((index + 1) / (len(GRIDS) + 1), dtype=torch.float64)
 
 
-def flux(**config: Any) -> Any:
+def flux(*, guidance_embeds: bool = True, **config: Any) -> Any:
     model = diffusers.FluxTransformer2DModel(
         in_channels=4, num_layers=2, num_single_layers=2, attention_head_dim=16, num_attention_heads=3,
-        joint_attention_dim=10, pooled_projection_dim=6, guidance_embeds=True, axes_dims_rope=(4, 6, 6), **config,
+        joint_attention_dim=10, pooled_projection_dim=6, guidance_embeds=guidance_embeds, axes_dims_rope=(4, 6, 6),
+        **config,
     )  # fmt: skip
     return randomized(model, 1)
 
@@ -193,10 +194,10 @@ def sd3_sample(i: int) -> dict[str, Any]:
     }
 
 
-def hunyuan(**config: Any) -> Any:
+def hunyuan(*, guidance_embeds: bool = True, **config: Any) -> Any:
     model = diffusers.HunyuanVideoTransformer3DModel(
         in_channels=4, out_channels=4, num_attention_heads=3, attention_head_dim=16, num_layers=2, num_single_layers=2,
-        num_refiner_layers=2, patch_size=2, patch_size_t=1, guidance_embeds=True, text_embed_dim=10,
+        num_refiner_layers=2, patch_size=2, patch_size_t=1, guidance_embeds=guidance_embeds, text_embed_dim=10,
         pooled_projection_dim=6, rope_axes_dim=(4, 6, 6), **config,
     )  # fmt: skip
     return randomized(model, 5)
@@ -213,11 +214,17 @@ def hunyuan_sample(i: int) -> dict[str, Any]:
     }
 
 
+def unguided(sample: Callable[[int], dict[str, Any]]) -> Callable[[int], dict[str, Any]]:
+    """Samples of a model that takes no guidance."""
+    return lambda i: {name: value for name, value in sample(i).items() if name != "guidance"}
+
+
 TOKENS = ("hidden_states", "encoder_hidden_states")
 POOLED = (*TOKENS, "pooled_projections")
 
 CASES = {
     "flux": Case(flux, flux_sample, POOLED, ("img_ids", "txt_ids")),
+    "flux-schnell": Case(lambda: flux(guidance_embeds=False), unguided(flux_sample), POOLED, ("img_ids", "txt_ids")),
     "wan": Case(wan, wan_sample, TOKENS),
     "wan-per-token-timesteps": Case(wan, wan_per_token, TOKENS),
     "wan-image": Case(
@@ -229,6 +236,7 @@ CASES = {
     "sd3": Case(sd3, sd3_sample, POOLED),
     "sd3.5": Case(lambda: sd3(qk_norm="rms_norm", dual_attention_layers=(0, 1)), sd3_sample, POOLED),
     "hunyuan-video": Case(hunyuan, hunyuan_sample, POOLED),
+    "hunyuan-video-unguided": Case(lambda: hunyuan(guidance_embeds=False), unguided(hunyuan_sample), POOLED),
     "hunyuan-video-token-replace": Case(lambda: hunyuan(image_condition_type="token_replace"), hunyuan_sample, POOLED),
 }
 MAIN_CASES = {"FLUX.1": "flux", "Wan": "wan", "Qwen-Image": "qwen-image", "SD3": "sd3", "HunyuanVideo": "hunyuan-video"}
