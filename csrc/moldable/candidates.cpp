@@ -21,12 +21,6 @@ bool same_sizes(const std::vector<AnchorSize>& a, const std::vector<AnchorSize>&
   });
 }
 
-bool same_groups(const std::vector<Group>& a, const std::vector<Group>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Group& x, const Group& y) {
-    return x.anchors == y.anchors && x.ranks == y.ranks;
-  });
-}
-
 }  // namespace
 
 Candidates::Candidates(const Problem& problem, double share_of_tries) : p_(problem), solver_(problem), share_of_tries_(share_of_tries) {
@@ -36,7 +30,7 @@ Candidates::Candidates(const Problem& problem, double share_of_tries) : p_(probl
   equal_ranks_ = all_equal(problem.speeds) && all_equal(problem.max_tokens);
 }
 
-std::vector<Candidate> Candidates::of(int32_t container) {
+std::vector<Candidate> Candidates::of(int32_t container, bool free_small) {
   const double expected = expected_makespan();
   std::vector<Candidate> found;
   std::vector<std::vector<AnchorSize>> tried;
@@ -46,6 +40,10 @@ std::vector<Candidate> Candidates::of(int32_t container) {
       for (double target : kTargets) {
         for (bool whole_nodes : {false, true}) {
           auto sizes = size_anchors(p_, {target * expected, share, scale, whole_nodes});
+          if (free_small) {
+            const auto small = [&](const AnchorSize& anchor) { return anchor.ranks <= container; };
+            sizes.erase(std::remove_if(sizes.begin(), sizes.end(), small), sizes.end());
+          }
           const auto same = [&](const auto& other) { return same_sizes(sizes, other); };
           if (std::any_of(tried.begin(), tried.end(), same)) continue;
           tried.push_back(sizes);
@@ -111,7 +109,7 @@ Candidate Candidates::estimate(std::vector<AnchorSize> sizes, int32_t container)
       layout.slowest = k;
     }
   }
-  layout.estimate_s = std::max({layout.estimate_s, fill_level(layout), heaviest_filler_s(layout.sizes)});
+  layout.estimate_s = std::max({layout.estimate_s, fill_level(layout), heaviest_filler_s(layout.sizes, container)});
   return layout;
 }
 
@@ -136,9 +134,9 @@ double Candidates::alone_s(const Group& group) {
 }
 
 // The time of the heaviest filler on the fastest rank. Anchors are the heaviest sequences.
-double Candidates::heaviest_filler_s(const std::vector<AnchorSize>& anchors) const {
+double Candidates::heaviest_filler_s(const std::vector<AnchorSize>& anchors, int32_t container) const {
   if (anchors.size() == p_.lengths.size()) return 0.0;
-  return p_.work_s[p_.heaviest_first[anchors.size()]] / *std::max_element(p_.speeds.begin(), p_.speeds.end());
+  return p_.work_s[p_.heaviest_first[anchors.size()]] / container / *std::max_element(p_.speeds.begin(), p_.speeds.end());
 }
 
 // The level up to which the fillers, poured in like a liquid, fill the groups. A group may then hold more tokens than its caps
@@ -203,6 +201,12 @@ void Candidates::adjust_sizes(std::vector<Candidate>& layouts) {
     if (!found) return;
     layouts.insert(layouts.begin(), std::move(best));
   }
+}
+
+bool same_groups(const std::vector<Group>& a, const std::vector<Group>& b) {
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const Group& x, const Group& y) {
+    return x.anchors == y.anchors && x.ranks == y.ranks;
+  });
 }
 
 double anchor_work_s(const Problem& problem, const Group& group) {

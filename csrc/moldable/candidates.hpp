@@ -33,15 +33,16 @@ class Candidates {
 
   // The ranks per group for the ranks that no anchor took: single ranks, and in small steps also pairs, fours and nodes.
   std::vector<int32_t> containers() const;
-  // The layouts with such groups, best estimate first.
-  std::vector<Candidate> of(int32_t container);
+  // The layouts with such groups, best estimate first. `free_small`: sequences that need no more ranks than a container are no anchors
+  // of one, but fillers that may be moved from group to group, and that the group solver splits where they do not fit whole.
+  std::vector<Candidate> of(int32_t container, bool free_small);
 
  private:
   double expected_makespan() const;
   Candidate estimate(std::vector<AnchorSize> sizes, int32_t container);
   double alone_s(const Group& group);
   double fill_level(Candidate& layout) const;
-  double heaviest_filler_s(const std::vector<AnchorSize>& anchors) const;
+  double heaviest_filler_s(const std::vector<AnchorSize>& anchors, int32_t container) const;
   void adjust_sizes(std::vector<Candidate>& layouts);
 
   const Problem& p_;
@@ -50,6 +51,8 @@ class Candidates {
   bool equal_ranks_;  // all speeds are equal, and all caps
   std::map<std::vector<int32_t>, double> alone_s_;  // makespans of groups without fillers
 };
+
+bool same_groups(const std::vector<Group>& a, const std::vector<Group>& b);
 
 double anchor_work_s(const Problem& problem, const Group& group);
 

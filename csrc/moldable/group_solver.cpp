@@ -52,9 +52,9 @@ GroupSolver::Variant GroupSolver::best_variant(const Group& group, const std::ve
 
 void GroupSolver::try_split_rules(FillRule fill, Variant& best) {
   constexpr HeadRule kHeadRules[] = {{kNoSharedHeads, false}, {0.2, false}, {0.03, false}, {0.2, true}, {0.03, true}};
-  for (SplitRule split : {SplitRule::kOverAllRanks, SplitRule::kInTurn, SplitRule::kByNode}) {
+  for (SplitRule split : {SplitRule::kOverAllRanks, SplitRule::kInTurn, SplitRule::kByNode, SplitRule::kInTurnByNode}) {
     if (split != SplitRule::kOverAllRanks && split_.size() < 2) break;
-    if (split == SplitRule::kByNode && num_nodes() < 2) break;
+    if (is_by_node(split) && num_nodes() < 2) break;
     for (const HeadRule& heads : kHeadRules) {
       share(split, heads);
       const double cost = cost_s();
@@ -158,13 +158,18 @@ void GroupSolver::share_attention(SplitRule rule, const HeadRule& heads) {
   for (int32_t s : split_) rest += p_.attention_s[s];
   attention_so_far_ = filler_attention_;
   const std::vector<double> no_cap(num_ranks_, std::numeric_limits<double>::infinity());
-  if (rule == SplitRule::kByNode) {
+  sharing_order_.resize(split_.size());
+  std::iota(sharing_order_.begin(), sharing_order_.end(), size_t{0});
+  if (is_by_node(rule)) {
     water_fill(rest, attention_so_far_, speed_, no_cap, attention_share_);
     choose_nodes();
   }
-  for (size_t k = 0; k < split_.size(); ++k) {
-    if (rule == SplitRule::kByNode) {
-      choose_heads_by_node(k);
+  if (rule == SplitRule::kInTurnByNode) {
+    std::stable_partition(sharing_order_.begin(), sharing_order_.end(), [&](size_t k) { return crosses_nodes(k); });
+  }
+  for (size_t k : sharing_order_) {
+    if (is_by_node(rule)) {
+      choose_heads_by_node(k, rule);
     } else {
       water_fill(rest, attention_so_far_, speed_, no_cap, attention_share_);
       choose_heads(k, rule, rest);
@@ -234,27 +239,42 @@ void GroupSolver::choose_nodes() {
       left -= take;
     }
   }
+  node_rest_s_.assign(nodes, 0.0);
+  for (size_t k = 0; k < split_.size(); ++k) {
+    for (size_t n = 0; n < nodes; ++n) node_rest_s_[n] += node_attention_s_[k * nodes + n];
+  }
+}
+
+bool GroupSolver::crosses_nodes(size_t k) const {
+  const double* here = &node_attention_s_[k * num_nodes()];
+  return std::count_if(here, here + num_nodes(), [](double s) { return s > 0.0; }) != 1;
 }
 
 // As `choose_heads`, inside each node.
-void GroupSolver::choose_heads_by_node(size_t k) {
+void GroupSolver::choose_heads_by_node(size_t k, SplitRule rule) {
   const double own = p_.attention_s[split_[k]];
   if (own <= 0.0) {
     choose_heads(k, SplitRule::kOverAllRanks, 0.0);
     return;
   }
+  const bool in_turn = rule == SplitRule::kInTurnByNode && !crosses_nodes(k);
   wanted_heads_.assign(num_ranks_, 0.0);
   for (size_t n = 0; n < num_nodes(); ++n) {
     const double here = node_attention_s_[k * num_nodes() + n];
     if (here <= 0.0) continue;
-    double rest = 0.0;
-    for (size_t later = k; later < split_.size(); ++later) rest += node_attention_s_[later * num_nodes() + n];
     const auto from = static_cast<std::ptrdiff_t>(node_begin_[n]), to = static_cast<std::ptrdiff_t>(node_begin_[n + 1]);
     const std::vector<double> load(attention_so_far_.begin() + from, attention_so_far_.begin() + to);
     const std::vector<double> speed(speed_.begin() + from, speed_.begin() + to);
     const std::vector<double> no_cap(load.size(), std::numeric_limits<double>::infinity());
+    const double rest = std::max(here, node_rest_s_[n]);
     water_fill(rest, load, speed, no_cap, attention_share_);
-    for (size_t i = 0; i < load.size(); ++i) wanted_heads_[node_begin_[n] + i] = attention_share_[i] * here / rest / own * p_.num_heads;
+    double left = here;
+    for (size_t i = 0; i < load.size(); ++i) {
+      const double seconds = in_turn ? std::min(attention_share_[i], left) : attention_share_[i] * here / rest;
+      left -= seconds;
+      wanted_heads_[node_begin_[n] + i] = seconds / own * p_.num_heads;
+    }
+    node_rest_s_[n] -= here;
   }
 }
 
@@ -401,8 +421,8 @@ void GroupSolver::share_tokens(SplitRule rule) {
   for (size_t i = 0; i < num_ranks_; ++i) room[i] = cap_[i] - filler_tokens_[i];
   water_fill(static_cast<double>(total), filler_tokens_, speed_, room, share);
   std::vector<int64_t> left = round_to_sum(share, room, total);  // tokens that each rank still takes
-  if (rule == SplitRule::kByNode) {
-    share_tokens_by_node(left);
+  if (is_by_node(rule)) {
+    share_tokens_by_node(rule, left);
     return;
   }
   for (size_t k = 0; k < split_.size(); ++k) {
@@ -426,47 +446,52 @@ void GroupSolver::share_tokens(SplitRule rule) {
   }
 }
 
-// Tokens go to the nodes in the proportion of the sequence's attention, and what does not fit there goes where there is room. First
-// come sequences of one node. Inside a node each rank takes its part of what it still can take.
-void GroupSolver::share_tokens_by_node(std::vector<int64_t>& left) {
+// Tokens go to the nodes in the proportion of the sequence's attention. First come sequences that cross nodes, as far as they leave room
+// for those of one node; these come next. What then is left of the first goes where there is room. `left`: what each rank still takes.
+void GroupSolver::share_tokens_by_node(SplitRule rule, std::vector<int64_t>& left) {
   const size_t nodes = num_nodes();
-  std::vector<int64_t> room(nodes, 0);
+  std::vector<int64_t> room(nodes, 0), reserved(nodes, 0), rest(split_.size());
   for (size_t i = 0; i < num_ranks_; ++i) room[node_[i]] += left[i];
-  const auto take = [&](size_t k, size_t n, int64_t tokens) {
-    tokens = std::min(tokens, room[n]);
-    int64_t rest = tokens;
-    const double part = room[n] > 0 ? static_cast<double>(tokens) / static_cast<double>(room[n]) : 0.0;
-    for (size_t i = node_begin_[n]; i < node_begin_[n + 1]; ++i) {
-      const int64_t own = std::min({static_cast<int64_t>(static_cast<double>(left[i]) * part), left[i], rest});
-      tokens_[cell(k, i)] += own;
-      left[i] -= own;
-      rest -= own;
+  for (size_t k = 0; k < split_.size(); ++k) {
+    rest[k] = p_.lengths[split_[k]];
+    for (size_t n = 0; n < nodes && !crosses_nodes(k); ++n) {
+      if (node_attention_s_[k * nodes + n] > 0.0) reserved[n] += rest[k];
     }
-    for (size_t i = node_begin_[n]; i < node_begin_[n + 1] && rest > 0; ++i) {
-      const int64_t own = std::min(left[i], rest);
-      tokens_[cell(k, i)] += own;
-      left[i] -= own;
-      rest -= own;
-    }
+  }
+  const auto take = [&](size_t k, size_t n, int64_t tokens, bool in_turn) {
+    tokens = std::max<int64_t>(0, std::min({tokens, room[n], rest[k]}));
+    take_tokens(k, n, tokens, in_turn ? 1.0 : static_cast<double>(tokens) / static_cast<double>(std::max<int64_t>(1, room[n])), left);
     room[n] -= tokens;
-    return tokens;
+    rest[k] -= tokens;
   };
-  for (bool crossing : {false, true}) {
+  for (bool crossing : {true, false}) {
     for (size_t k = 0; k < split_.size(); ++k) {
-      const double* here = &node_attention_s_[k * nodes];
-      const bool crosses = std::count_if(here, here + nodes, [](double s) { return s > 0.0; }) != 1;
-      if (crosses != crossing) continue;
-      const int64_t length = p_.lengths[split_[k]];
       const double own = p_.attention_s[split_[k]];
-      int64_t rest = length;
-      for (size_t n = 0; n < nodes && own > 0.0; ++n) {
-        rest -= take(k, n, std::min(rest, static_cast<int64_t>(static_cast<double>(length) * (here[n] / own))));
+      for (size_t n = 0; n < nodes && own > 0.0 && crosses_nodes(k) == crossing; ++n) {
+        const double part = node_attention_s_[k * nodes + n] / own;
+        const auto tokens = static_cast<int64_t>(static_cast<double>(p_.lengths[split_[k]]) * part);
+        take(k, n, crossing ? std::min(tokens, room[n] - reserved[n]) : tokens, rule == SplitRule::kInTurnByNode && !crossing);
       }
-      for (bool only_where_attention_is : {true, false}) {
-        for (size_t n = 0; n < nodes && rest > 0; ++n) {
-          if (here[n] > 0.0 || !only_where_attention_is) rest -= take(k, n, rest);
-        }
+    }
+  }
+  for (bool only_where_attention_is : {true, false}) {
+    for (size_t k = 0; k < split_.size(); ++k) {
+      for (size_t n = 0; n < nodes; ++n) {
+        if (node_attention_s_[k * nodes + n] > 0.0 || !only_where_attention_is) take(k, n, rest[k], false);
       }
+    }
+  }
+}
+
+// `tokens` of the k-th split sequence to ranks of node n, to each the part of what it still takes, and rounding to the first.
+void GroupSolver::take_tokens(size_t k, size_t n, int64_t tokens, double part, std::vector<int64_t>& left) {
+  for (bool rounding : {false, true}) {
+    for (size_t i = node_begin_[n]; i < node_begin_[n + 1] && tokens > 0; ++i) {
+      const auto wanted = rounding ? left[i] : static_cast<int64_t>(static_cast<double>(left[i]) * part);
+      const int64_t own = std::min({wanted, left[i], tokens});
+      tokens_[cell(k, i)] += own;
+      left[i] -= own;
+      tokens -= own;
     }
   }
 }

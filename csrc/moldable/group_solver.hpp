@@ -45,7 +45,9 @@ class GroupSolver {
     kOverAllRanks,  // each split sequence has a share of all ranks
     kInTurn,        // the split sequences follow one another from rank to rank, so that neighbours share a rank
     kByNode,        // each split sequence has a share of all ranks of one node; only those that fit into no node cross nodes
+    kInTurnByNode,  // as kByNode, but inside a node the sequences follow one another from rank to rank
   };
+  static bool is_by_node(SplitRule rule) { return rule == SplitRule::kByNode || rule == SplitRule::kInTurnByNode; }
   struct HeadRule {
     double rounding;    // a share this near to a whole head becomes one; at 0.5 no head is shared
     bool one_head_each; // a rank's rows come from one shared head only, so that it needs k and v of no second one
@@ -70,8 +72,10 @@ class GroupSolver {
   void share_attention(SplitRule rule, const HeadRule& heads);
   void choose_heads(size_t k, SplitRule rule, double rest_s);
   void choose_nodes();
-  void choose_heads_by_node(size_t k);
-  void share_tokens_by_node(std::vector<int64_t>& left);
+  bool crosses_nodes(size_t k) const;
+  void choose_heads_by_node(size_t k, SplitRule rule);
+  void share_tokens_by_node(SplitRule rule, std::vector<int64_t>& left);
+  void take_tokens(size_t k, size_t n, int64_t tokens, double part, std::vector<int64_t>& left);
   void cut_heads(size_t k, const HeadRule& rule);
   void add_heads(int32_t* heads, int64_t left);
   void take_heads(int32_t* heads, int64_t too_many);
@@ -115,13 +119,14 @@ class GroupSolver {
   std::vector<double> touched_heads_;                // (K, g) heads of which a rank computes any row
   std::vector<int64_t> tokens_;                      // (K, g)
 
-  // Of the rule kByNode.
+  // Of the rules kByNode and kInTurnByNode.
   std::vector<size_t> node_begin_;       // (nodes + 1) of the group's ranks
   std::vector<double> node_attention_s_; // (K, nodes) attention of each split sequence in each node
+  std::vector<double> node_rest_s_;      // (nodes) that of the sequences that have no heads yet
 
   // Used while one sequence is shared out (g).
   std::vector<double> attention_so_far_, attention_share_, wanted_heads_;
-  std::vector<size_t> order_;
+  std::vector<size_t> order_, sharing_order_;
 
   // Used while the cost is computed.
   std::vector<double> linear_s_, attention_s_;                     // (g)

@@ -20,6 +20,7 @@ constexpr int32_t kManyRanks = 64;
 constexpr int kRounds = 2;
 constexpr size_t kPackedLayouts = 12;
 constexpr size_t kPackedLayoutsOfContainers = 5;
+constexpr size_t kPackedLayoutsOfFreeSmall = 3;
 constexpr size_t kImproved = 6;
 constexpr size_t kBreadth = 12;
 constexpr size_t kMergeBreadth = 12;
@@ -53,18 +54,25 @@ Grouping Search::run() {
     return std::max(least, static_cast<size_t>(share_of_tries_ * static_cast<double>(full)));
   };
   std::vector<std::pair<double, Grouping>> packed;
+  std::vector<std::vector<Group>> tried;
   double best_packed = std::numeric_limits<double>::infinity();
-  for (int32_t container : candidates_.containers()) {
-    if (container > 1 && is_large() && best_packed <= kNearEnough * tight_s_) break;
-    auto candidates = candidates_.of(container);
-    candidates.resize(std::min(candidates.size(), tries(container == 1 ? kPackedLayouts : kPackedLayoutsOfContainers, 3)));
+  const auto pack_layouts = [&](int32_t container, bool free_small, size_t most) {
+    auto candidates = candidates_.of(container, free_small);
+    candidates.resize(std::min(candidates.size(), tries(most, 3)));
     for (const auto& candidate : candidates) {
       if (!packed.empty() && (is_budget_spent() || (!candidate.is_packed && candidate.estimate_s >= best_packed))) continue;
+      if (std::any_of(tried.begin(), tried.end(), [&](const auto& groups) { return same_groups(groups, candidate.groups); })) continue;
+      tried.push_back(candidate.groups);
       Grouping grouping = pack_groups(candidate, best_packed);
       const double makespan = grouping.makespan_s();
       best_packed = std::min(best_packed, makespan);
       packed.push_back({makespan, std::move(grouping)});
     }
+  };
+  for (int32_t container : candidates_.containers()) {
+    if (container > 1 && is_large() && best_packed <= kNearEnough * tight_s_) break;
+    pack_layouts(container, false, container == 1 ? kPackedLayouts : kPackedLayoutsOfContainers);
+    if (container > 1) pack_layouts(container, true, kPackedLayoutsOfFreeSmall);
   }
   std::stable_sort(packed.begin(), packed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   packed.resize(std::min(packed.size(), tries(kImproved, 2)));
