@@ -29,6 +29,7 @@ STEPS = Path(__file__).parent / "steps" / "hard_steps.json"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="kinds whose name contains this")
+    parser.add_argument("--effort", default="default", help="fast, default or thorough")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--judge", action="store_true", help="score with the independent judge too, and compare")
     parser.add_argument("--lines", action="store_true", help="one line per kind instead of JSON")
@@ -40,7 +41,7 @@ def main() -> None:
         if arguments.only not in step["name"]:
             continue
         lengths, cost = content["lengths"][step["lengths"]], CostModel.from_dict(step["cost"])
-        plan, plan_ms = timed_plan(lengths, cost, step["max_tokens_per_rank"], arguments.repeats)
+        plan, plan_ms = timed_plan(lengths, cost, step["max_tokens_per_rank"], arguments)
         found = evaluate(plan, cost)
         if judge is not None:
             check(judge, plan, lengths, cost, found.over_lower_bound)
@@ -53,11 +54,13 @@ def main() -> None:
         print(json.dumps({**header(arguments), "kinds": rows}, indent=1))
 
 
-def timed_plan(lengths: list[list[int]], cost: CostModel, caps: list[int] | None, repeats: int) -> tuple[Plan, float]:
+def timed_plan(
+    lengths: list[list[int]], cost: CostModel, caps: list[int] | None, arguments: argparse.Namespace
+) -> tuple[Plan, float]:
     times = []
-    for _ in range(repeats):
+    for _ in range(arguments.repeats):
         start = time.perf_counter()
-        plan = make_plan(lengths, cost=cost, max_tokens_per_rank=caps)
+        plan = make_plan(lengths, cost=cost, max_tokens_per_rank=caps, effort=arguments.effort)
         times.append(time.perf_counter() - start)
     return plan, min(times) * 1e3
 

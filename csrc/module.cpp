@@ -60,7 +60,7 @@ void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, I
                   double linear_s_per_token, int32_t num_heads, Input<double> speeds, Input<int32_t> nodes,
                   double intra_bytes_per_s, double inter_bytes_per_s, double communication_scale,
                   double bytes_per_head_token, double latency_s, double interference,
-                  const std::optional<Input<int64_t>>& max_tokens) {
+                  const std::optional<Input<int64_t>>& max_tokens, int32_t effort) {
   new (self) Problem();
   self->lengths = copy_in(lengths);
   self->homes = copy_in(homes);
@@ -77,6 +77,7 @@ void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, I
   self->latency_s = latency_s;
   self->interference = interference;
   self->max_tokens = max_tokens ? copy_in(*max_tokens) : std::vector<int64_t>(self->speeds.size(), kNoCap);
+  self->effort = static_cast<Effort>(effort);
   self->prepare();
 }
 
@@ -136,7 +137,7 @@ NB_MODULE(_core, m) {
            nb::arg("linear_s_per_token"), nb::arg("num_heads"), nb::arg("speeds"), nb::arg("nodes"),
            nb::arg("intra_bytes_per_s"), nb::arg("inter_bytes_per_s"), nb::arg("communication_scale"),
            nb::arg("bytes_per_head_token"), nb::arg("latency_s"), nb::arg("interference"),
-           nb::arg("max_tokens").none());
+           nb::arg("max_tokens").none(), nb::arg("effort"));
   m.def("evaluate", &evaluate_arrays);
   m.def("deal_lanes", &deal_lanes);
   m.def("home", [](const Problem& p) { return solve([&] { return std::optional(plan_home(p)); }); });

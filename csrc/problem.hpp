@@ -10,6 +10,9 @@ namespace knapformer {
 
 constexpr int64_t kNoCap = int64_t{1} << 42;  // above any step's tokens; sums over a million ranks stay exact
 
+// How much `moldable` tries before it settles. Limits are counts of work, so that the plan is the same on every rank.
+enum class Effort : int32_t { kFast, kDefault, kThorough };
+
 // One step of one balancing group. Times are seconds of one layer's forward pass on a rank of speed 1.
 struct Problem {
   std::vector<int64_t> lengths;     // (S,) tokens
@@ -26,6 +29,7 @@ struct Problem {
   double bytes_per_head_token = 0.0;
   double latency_s = 0.0;     // of each exchange, once for each peer
   double interference = 0.0;  // part of a rank's speed that a running exchange takes, where two lanes take turns
+  Effort effort = Effort::kDefault;
   std::vector<int64_t> max_tokens;  // (N,) hard caps; kNoCap where there is none
 
   // Derived once by `prepare`.

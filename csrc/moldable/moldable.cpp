@@ -165,6 +165,7 @@ std::vector<int32_t> fewer_counts(int32_t num_ranks) {
 
 // The phase "fewer ranks".
 void enter_fewer(const Problem& problem, Contest& contest) {
+  if (problem.effort == Effort::kFast) return;
   if (problem.total_work_s <= 0.0 || contest.makespan_s() <= kFarOff * tight_bound_s(problem)) return;
   for (int32_t count : fewer_counts(problem.num_ranks)) {
     const Problem fewer = first_ranks(problem, count);

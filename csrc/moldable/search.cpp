@@ -42,10 +42,15 @@ double Grouping::makespan_s() const {
 Search::Search(const Problem& problem)
     : p_(problem),
       solver_(problem),
-      budget_(kBudget + kBudgetPerRank * static_cast<size_t>(problem.num_ranks)),
+      budget_((kBudget + kBudgetPerRank * static_cast<size_t>(problem.num_ranks)) * at_effort(1, 10, 200) / 10),
       tight_s_(tight_bound_s(problem)),
       share_of_tries_(std::min(1.0, kSmallStep / std::max<double>(1.0, problem.num_sequences() + problem.num_ranks))),
       candidates_(problem, share_of_tries_) {}
+
+size_t Search::at_effort(size_t fast, size_t by_default, size_t thorough) const {
+  if (p_.effort == Effort::kFast) return fast;
+  return p_.effort == Effort::kThorough ? thorough : by_default;
+}
 
 bool Search::is_large() const { return share_of_tries_ < 1.0 || p_.num_ranks > kManyRanks; }
 
@@ -58,7 +63,7 @@ Grouping Search::run() {
   double best_packed = std::numeric_limits<double>::infinity();
   const auto pack_layouts = [&](int32_t container, bool free_small, size_t most) {
     auto candidates = candidates_.of(container, free_small);
-    candidates.resize(std::min(candidates.size(), tries(most, 3)));
+    candidates.resize(std::min(candidates.size(), tries(most * at_effort(1, 3, 12) / 3, 3)));
     for (const auto& candidate : candidates) {
       if (!packed.empty() && (is_budget_spent() || (!candidate.is_packed && candidate.estimate_s >= best_packed))) continue;
       if (std::any_of(tried.begin(), tried.end(), [&](const auto& groups) { return same_groups(groups, candidate.groups); })) continue;
@@ -70,12 +75,13 @@ Grouping Search::run() {
     }
   };
   for (int32_t container : candidates_.containers()) {
+    if (container > 1 && p_.effort == Effort::kFast) break;
     if (container > 1 && is_large() && best_packed <= kNearEnough * tight_s_) break;
     pack_layouts(container, false, container == 1 ? kPackedLayouts : kPackedLayoutsOfContainers);
     if (container > 1) pack_layouts(container, true, kPackedLayoutsOfFreeSmall);
   }
   std::stable_sort(packed.begin(), packed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
-  packed.resize(std::min(packed.size(), tries(kImproved, 2)));
+  packed.resize(std::min(packed.size(), tries(kImproved * at_effort(1, 3, 12) / 3, 2)));
   size_t best = 0;
   for (size_t k = 0; k < packed.size(); ++k) {
     improve(packed[k].second, kImproveSteps);
@@ -211,7 +217,7 @@ bool Search::exchange_items(Grouping& grouping, Levels& levels) {
   const size_t worst = levels.highest();
   const double before = bins[worst].level() * (1.0 - kGain);
   std::vector<Change> changes;
-  for (size_t to : levels.lowest(kBreadth)) {
+  for (size_t to : levels.lowest(kBreadth * at_effort(1, 1, 4))) {
     const Change change = best_change(bins, worst, to, before);
     if (change.level < before) changes.push_back(change);
   }
@@ -238,7 +244,7 @@ bool Search::merge_groups(Grouping& grouping, const Levels& levels) {
   const double before = grouping.bins[worst].level() * (1.0 - kGain);
   size_t best = grouping.bins.size();
   double best_level = before;
-  for (size_t other : levels.lowest(kMergeBreadth)) {
+  for (size_t other : levels.lowest(kMergeBreadth * at_effort(1, 1, 4))) {
     if (is_budget_spent()) break;
     Grouping pair{{grouping.groups[worst], grouping.groups[other]}, {grouping.bins[worst], grouping.bins[other]}};
     merge(pair, 0, 1);

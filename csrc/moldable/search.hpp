@@ -37,6 +37,7 @@ class Search {
   // Caps that just fit, or exchanges that cost nothing, make groups of hundreds of ranks, which are slow to solve. Then the search
   // stops early.
   bool is_large() const;
+  size_t at_effort(size_t fast, size_t by_default, size_t thorough) const;
   bool is_budget_spent() const { return solver_.steps() > budget_; }
 
   const Problem& p_;

@@ -28,6 +28,7 @@ class Problem:
         latency_s: float,
         interference: float,
         max_tokens: _I64 | None,
+        effort: int,
     ) -> None: ...
 
 def evaluate(problem: Problem, columns: tuple[npt.NDArray[Any], ...]) -> dict[str, Any]: ...

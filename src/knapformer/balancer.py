@@ -24,6 +24,7 @@ from knapformer.plans.micro_batches import MicroBatch, parse_micro_batches, spli
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import check_lanes, make_plan
 from knapformer.plans.problem import Caps, as_topology, cost_on, on_ranks
+from knapformer.plans.registry import DEFAULT_EFFORT, check_effort
 from knapformer.prefetch import Prefetch
 from knapformer.step import Step
 from knapformer.version import __version__
@@ -55,6 +56,7 @@ class Balancer:
         lanes: 2 for steps whose ranks take turns between two lanes of sequences, so that one lane computes while the
             other's exchange is under way; ``"auto"`` for two where the cost model calls that faster. See
             ``knapformer.make_plan``.
+        effort: how much ``moldable`` tries, ``"fast"``, ``"default"`` or ``"thorough"``; the same on all ranks.
         check_calls: compare which calls ranks make, and with what. Without it, ranks that differ by a mistake (in
             order, dtype, width, scale, or in what needs gradients) get wrong numbers, hang or abort without a word.
 
@@ -77,6 +79,7 @@ class Balancer:
         meter: Meter | None = None,
         timeout: timedelta | None = None,
         lanes: int | str = 1,
+        effort: str = DEFAULT_EFFORT,
         check_calls: bool = True,
     ) -> None:
         self.cost = CostModel() if cost is None else cost
@@ -86,11 +89,12 @@ class Balancer:
             self.topology = as_topology(topology)
             _check_arguments(self.cost, planner, kernel)
             check_lanes(lanes)
+            check_effort(effort)
         except ConfigurationError as wrong_argument:
             error = wrong_argument
         self.max_tokens_per_rank = max_tokens_per_rank
         self.num_kv_heads = num_kv_heads
-        self.kernel, self.overlap, self.lanes = kernel, overlap, lanes
+        self.kernel, self.overlap, self.lanes, self.effort = kernel, overlap, lanes, effort
         self.group = BalancingGroup.create(group, self.topology.num_ranks or None, error, timeout)
         if check_calls:
             self.group = self.group.watched()
@@ -255,6 +259,7 @@ class Balancer:
             num_kv_heads=self.num_kv_heads,
             group_offset=self.group.offset,
             lanes=self.lanes,
+            effort=self.effort,
         )
 
     def _fingerprint(self, method: str, num_micro_batches: int = 0) -> dict[str, Any]:
@@ -269,6 +274,7 @@ class Balancer:
             "max_tokens_per_rank": self.max_tokens_per_rank,
             "num_kv_heads": self.num_kv_heads,
             "lanes": self.lanes,
+            "effort": self.effort,
             "group_size": self.group.size,
             "method": method,
             "micro_batches": num_micro_batches,

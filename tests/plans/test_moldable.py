@@ -17,12 +17,13 @@ from hypothesis import strategies as st
 from planner_cases import Case, judge, random_case
 
 from knapformer import _core
-from knapformer.errors import CapacityError
+from knapformer.errors import CapacityError, ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.given.topology import Topology, uniform_topologies
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import evaluate, make_plan
 from knapformer.plans.problem import as_lengths, cost_on, make_problem
+from knapformer.plans.registry import EFFORTS
 
 WAN = CostModel(hidden=1536, num_heads=12)
 TOLERANCE = 1 + 1e-9
@@ -210,3 +211,29 @@ def test_long_sequences_over_several_nodes_cross_as_few_as_they_can() -> None:
     crossing = [i for i in range(11) if len({rank // 8 for rank in plan.placement(i).ranks}) > 1]
     assert len(crossing) <= 3
     assert found.makespan_s < 1.08 * found.tight_bound_s
+
+
+HUNDRED_EQUAL = [[4096, 4096]] * 36 + [[4096]] * 28
+
+
+def test_effort_buys_better_plans_and_makes_the_same_plan_twice() -> None:
+    plans = [make_plan(HUNDRED_EQUAL, effort=effort) for effort in EFFORTS]
+    makespans = [evaluate(plan).makespan_s for plan in plans]
+    assert makespans == sorted(makespans, reverse=True)
+    assert makespans[0] > 1.02 * makespans[1]
+    for effort, plan in zip(EFFORTS, plans, strict=True):
+        judge(plan, HUNDRED_EQUAL, CostModel())
+        assert make_plan(HUNDRED_EQUAL, effort=effort).digest() == plan.digest()
+    assert make_plan(HUNDRED_EQUAL).digest() == plans[EFFORTS.index("default")].digest()
+
+
+def test_an_unknown_effort_is_refused() -> None:
+    with pytest.raises(ConfigurationError, match=r"one of fast, default, thorough, got 'hard'"):
+        make_plan([[1]], effort="hard")
+
+
+@pytest.mark.parametrize("effort", EFFORTS)
+def test_the_laws_hold_at_every_effort(effort: str) -> None:
+    for seed in range(40):
+        case = random_case(seed)
+        assert_laws(make_plan(case.lengths, cost=case.cost, max_tokens_per_rank=case.caps, effort=effort), case)

@@ -22,7 +22,7 @@ from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
 from knapformer.given.topology import Topology
 from knapformer.plans.plan import Plan
-from knapformer.plans.registry import find_planner, planner_names
+from knapformer.plans.registry import DEFAULT_EFFORT, EFFORTS, find_planner, planner_names
 from knapformer.predict.subject import DEFAULT_MODEL, Subject, find_subject
 from knapformer.predict.words import than
 
@@ -44,6 +44,7 @@ class Placing:
     ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto"
     lanes: Annotated[str, typer.Option(help="1, 2 (ranks take turns between two lanes) or auto.")] = "1"
+    effort: Annotated[str, typer.Option(help=f"How much moldable tries: {', '.join(EFFORTS)}.")] = DEFAULT_EFFORT
 
     @property
     def subject(self) -> Subject:
@@ -75,7 +76,7 @@ def plan(
     step, cap = read_lengths(lengths), parse_cap(placing.max_tokens_per_rank)
     lanes = int(placing.lanes) if placing.lanes in ("1", "2") else placing.lanes
     make = partial(make_plan, step, cost=cost, planner=placing.planner, topology=layout)
-    result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=lanes))
+    result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=lanes, effort=placing.effort))
     evaluation = evaluate(result, cost)
     if printed.output is not None:
         printed.output.write_text(json.dumps(result.to_dict()) + "\n")

@@ -12,7 +12,7 @@ from knapformer.errors import CapacityError
 from knapformer.given.cost import CostModel
 from knapformer.plans.plan import COLUMNS, Plan
 from knapformer.plans.problem import NO_CAP, make_problem
-from knapformer.plans.registry import Caps, Request, register_planner
+from knapformer.plans.registry import EFFORTS, Caps, Request, register_planner
 
 
 @register_planner("home", summary="nothing moves: plain data parallelism")
@@ -48,7 +48,9 @@ def deal_lanes(plan: Plan, cost: CostModel) -> Plan:
 
 def _solve(name: str, request: Request, *options: Any, function: str | None = None) -> Plan:
     lengths, caps = request.lengths, request.caps
-    problem = make_problem(lengths.tokens, lengths.homes, lengths.num_ranks, request.cost, caps)
+    problem = make_problem(
+        lengths.tokens, lengths.homes, lengths.num_ranks, request.cost, caps, EFFORTS.index(request.effort)
+    )
     columns = getattr(_core, function or name)(problem, *options)
     if columns is None:
         raise CapacityError(

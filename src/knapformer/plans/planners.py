@@ -14,7 +14,7 @@ from knapformer.plans.evaluation import Evaluation, evaluate
 from knapformer.plans.native import check_caps, deal_lanes
 from knapformer.plans.plan import Plan
 from knapformer.plans.problem import Caps, as_lengths, as_topology, cost_of_group, cost_on, rank_caps
-from knapformer.plans.registry import PLANNERS, Request, find_planner
+from knapformer.plans.registry import DEFAULT_EFFORT, PLANNERS, Request, check_effort, find_planner
 from knapformer.plans.registry import Caps as CapsKind
 
 __all__ = ["DEFAULT_PLANNER", "PLANNERS", "Evaluation", "evaluate", "make_plan"]
@@ -32,6 +32,7 @@ def make_plan(
     num_kv_heads: int | None = None,
     group_offset: int = 0,
     lanes: int | str = 1,
+    effort: str = DEFAULT_EFFORT,
 ) -> Plan:
     """Plan one step of one balancing group. The same arguments give the same plan on every rank and every run.
 
@@ -49,13 +50,14 @@ def make_plan(
             per node it says which node each rank sits on.
         lanes: 2 for ranks that take turns between two lanes, so that one computes while the other's exchange is under
             way; ``"auto"`` for what the cost model calls faster. Where nothing is split there is one lane.
+        effort: how much ``moldable`` tries: ``"fast"``, ``"default"`` or ``"thorough"``. Others ignore it.
 
     Raises:
         ConfigurationError: an unknown planner, or a topology or machine that does not fit the ranks.
         LengthsError: lengths that are none.
         CapacityError: the caps cannot hold the step.
     """
-    found = find_planner(planner)
+    found, effort = find_planner(planner), check_effort(effort)
     lengths = as_lengths(lengths)
     topology = as_topology(topology)
     cost = cost_of_group(cost_on(cost, topology), group_offset, lengths.num_ranks)
@@ -68,7 +70,8 @@ def make_plan(
     plans = [
         _checked(found.solve(request), request, planner)
         for request in (
-            Request(lengths, cost, caps, topology, num_kv_heads, group_offset, number) for number in check_lanes(lanes)
+            Request(lengths, cost, caps, topology, num_kv_heads, group_offset, number, effort)
+            for number in check_lanes(lanes)
         )
     ]
     return min(plans, key=lambda plan: evaluate(plan, cost).makespan_s) if len(plans) > 1 else plans[0]

@@ -108,9 +108,16 @@ def rank_caps(caps: Caps, lengths: Lengths) -> tuple[int, ...]:
 
 
 def make_problem(
-    tokens: IntArray, homes: npt.NDArray[np.int32], num_ranks: int, cost: CostModel, caps: Sequence[int] = ()
+    tokens: IntArray,
+    homes: npt.NDArray[np.int32],
+    num_ranks: int,
+    cost: CostModel,
+    caps: Sequence[int] = (),
+    effort: int = 1,
 ) -> _core.Problem:
     """The C++ problem of one balancing group; see csrc/problem.hpp.
+
+    ``effort`` is a position in ``registry.EFFORTS``; 1 is the default.
 
     Raises:
         ConfigurationError: speeds or nodes that are not one per rank, or a cost that no machine has.
@@ -132,6 +139,7 @@ def make_problem(
         latency_s=machine.latency_s,
         interference=machine.interference,
         max_tokens=np.asarray([min(cap, NO_CAP) for cap in caps], np.int64) if len(caps) else None,
+        effort=effort,
     )
 
 

@@ -20,6 +20,11 @@ from knapformer.given.lengths import Lengths
 from knapformer.given.topology import Topology, uniform_topologies
 from knapformer.plans.plan import Plan
 
+EFFORTS = ("fast", "default", "thorough")
+"""How much a planner tries. The limits are counts of work, never time: the same plan on every rank."""
+
+DEFAULT_EFFORT = "default"
+
 MOST_BAG_RANKS = 64
 """Bags of more ranks are left out of comparisons: they are slower still, and take long to simulate."""
 
@@ -45,6 +50,7 @@ class Request:
         group_offset: world rank of local rank 0.
         lanes: 1, or 2 for a plan whose ranks take turns between two lanes. A planner may ignore it: ``make_plan`` then
             deals the sequences of its plan to two lanes.
+        effort: how much to try, one of ``EFFORTS``. A planner may ignore it.
     """
 
     lengths: Lengths
@@ -54,6 +60,7 @@ class Request:
     num_kv_heads: int
     group_offset: int = 0
     lanes: int = 1
+    effort: str = DEFAULT_EFFORT
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,6 +128,17 @@ def find_planner(name: str) -> Planner:
     if name not in PLANNERS:
         raise ConfigurationError(f"unknown planner {name!r}; known: {planner_names()}")
     return PLANNERS[name]
+
+
+def check_effort(effort: str) -> str:
+    """``effort`` itself.
+
+    Raises:
+        ConfigurationError: not one of ``EFFORTS``.
+    """
+    if effort not in EFFORTS:
+        raise ConfigurationError(f"effort must be one of {', '.join(EFFORTS)}, got {effort!r}")
+    return effort
 
 
 def planner_names() -> str:
