@@ -12,6 +12,8 @@ from launch import run_ranks
 
 from knapformer import Balancer, CapacityError, ConfigurationError, CostModel, LengthsError, Machine, Plan, Topology
 from knapformer.execution.transport import GroupTransport
+from knapformer.given.lengths import Lengths
+from knapformer.plans.planners import make_plan
 
 COST = CostModel(hidden=24, num_heads=6, gamma=1000.0)
 
@@ -119,3 +121,14 @@ def test_a_tensor_on_another_kind_of_device_is_refused():
     step._moves.channel = replace(step._moves.channel, transport=GroupTransport(None))  # type: ignore[arg-type]  # never used
     with pytest.raises(ConfigurationError, match="rank 0: expected a tensor on cpu, got meta"):
         step.route(torch.empty(1, 2, device="meta"))
+
+
+def test_the_effort_reaches_the_plan_or_is_refused():
+    """A hundred equal sequences on 64 ranks, planned by one of them: what little is tried makes another plan."""
+    lengths = Lengths.from_ranks([[4096, 4096]] * 36 + [[4096]] * 28)
+    fast, default = (Balancer(CostModel(), effort=effort).plan(lengths) for effort in ("fast", "default"))
+    assert fast.digest() == make_plan(lengths, effort="fast").digest()
+    assert default.digest() == make_plan(lengths).digest() == Balancer(CostModel()).plan(lengths).digest()
+    assert fast.digest() != default.digest()
+    with pytest.raises(ConfigurationError, match="effort must be one of fast, default, thorough, got 'best'"):
+        Balancer(COST, effort="best")
