@@ -78,7 +78,7 @@ Grouping Search::run() {
     if (container > 1 && p_.effort == Effort::kFast) break;
     if (container > 1 && is_large() && best_packed <= kNearEnough * tight_s_) break;
     pack_layouts(container, false, container == 1 ? kPackedLayouts : kPackedLayoutsOfContainers);
-    if (container > 1) pack_layouts(container, true, kPackedLayoutsOfFreeSmall);
+    if (container > 1 && best_packed > kNearEnough * tight_s_) pack_layouts(container, true, kPackedLayoutsOfFreeSmall);
   }
   std::stable_sort(packed.begin(), packed.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   packed.resize(std::min(packed.size(), tries(kImproved * at_effort(1, 3, 12) / 3, 2)));
