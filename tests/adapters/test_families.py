@@ -110,6 +110,12 @@ def test_batches_on_two_ranks(two_ranks: Any, name: str, homes: str) -> None:
     )
 
 
+def test_second_attention_without_split_sequences(two_ranks: Any, references: dict[str, Any]) -> None:
+    """SD3.5's attention among visual tokens needs no exchange then; the random plans of the other tests split."""
+    assert_ranks_equal([result["sd3.5", "unsplit"] for result in two_ranks], references, "sd3.5", "full")
+    assert_equal(rank_jobs.unsplit("sd3.5", ALL), references["sd3.5"])
+
+
 @pytest.mark.parametrize("setting", rank_jobs.SHARDED, ids=lambda s: " ".join(map(str, s)))
 def test_fsdp_lora_and_checkpointing(two_ranks: Any, setting: tuple[str, str, bool, bool]) -> None:
     name, _, lora, _ = setting

@@ -22,7 +22,8 @@ from family_cases import (
 from peft import LoraConfig
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from knapformer.adapters import balance
+from knapformer import Balancer
+from knapformer.adapters import balance, cost_of
 
 LORA_TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "patch_embedding", "x_embedder.proj"]
 
@@ -136,4 +137,12 @@ def everything(rank: int, world_size: int, names: list[str]) -> dict[Any, Any]:
             results[name, "batched", homes] = batched(rank, world_size, name, homes)
     for setting in SHARDED:
         results[setting] = sharded(rank, world_size, *setting)
+    results["sd3.5", "unsplit"] = unsplit("sd3.5", HOMES[world_size][rank])
     return results
+
+
+def unsplit(name: str, ids: list[int]) -> dict[str, Any]:
+    """Under a plan that moves whole sequences only."""
+    model = CASES[name].build()
+    balance(model, Balancer(cost_of(model), planner="whole"))
+    return balanced(name, ids, model=model)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from knapformer.adapters.packing import Packed, Rotate
+from knapformer.execution.kernels import varlen_attention
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 
 HALF_MAX = 65504
@@ -102,11 +103,14 @@ def attention(self: Any, x: Tensor, text: Tensor | None, packed: Packed) -> Any:
 def visual_attention(attn: Any, x: Tensor, packed: Packed) -> Tensor:
     """Attention of (T_visual, C) among the visual tokens alone.
 
-    The plan places whole sequences, so text tokens take part with zero queries and values, and with keys that one more
-    head channel gives a score whose softmax weight is exactly 0. Heads are widened by 8 channels (kernels want
-    multiples of 8).
+    Where no sequence is split, nothing is exchanged, and the text is left out. Elsewhere the plan splits text and all,
+    so text tokens take part with zero queries and values, and with keys that one more head channel gives a score whose
+    softmax weight is exactly 0. Heads are widened by 8 channels (kernels want multiples of 8).
     """
     q, k, v = project(attn, x)
+    if packed.visual_offsets is not None:
+        cu = packed.visual_offsets
+        return _project_out(attn, varlen_attention(q.to(v.dtype), k.to(v.dtype), v, cu, cu).flatten(1))
     scale = q.shape[-1] ** -0.5
     num_text = packed.text.rows.shape[0]
     flag = q.new_zeros(8)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
+from knapformer.execution.kernels import Offsets
 from knapformer.execution.rows import RowIndex
 from knapformer.models import StreamIndex
 
@@ -48,6 +49,8 @@ class Packed:
         visual: the same for the visual tokens (T_visual,); it may point past the sequences' own rows.
         rotate: (T, H, D) queries or keys to rotated ones; None where the model does not rotate.
         num_sequences: conditioning rows of the sequences themselves.
+        visual_offsets: where each sequence's visual tokens start among themselves, for attention among these alone;
+            None where a plan splits any sequence, on all ranks alike.
         context_offsets: (S + 1,) where the context of each local sequence starts, by name, for cross-attention.
     """
 
@@ -61,6 +64,7 @@ class Packed:
         "text",
         "token_offsets",
         "visual",
+        "visual_offsets",
     )
 
     def __init__(self, step: Any, *, rotate: Rotate | None = None, has_streams: bool = True) -> None:
@@ -73,6 +77,7 @@ class Packed:
             (self.index, self.index) if self.streams is None else self.streams.split_rows(self.index)
         )
         self.token_offsets = offsets(step.local_lengths)
+        self.visual_offsets: Offsets | None = None
         self.context_offsets: dict[str, list[int]] = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -82,6 +82,12 @@ class RowIndex(NamedTuple):
         return [RowIndex(part, runs_of(tokens[a:b], rows[a:b])) for part, (a, b) in zip(parts, pairs, strict=True)]
 
     @property
+    def counts(self) -> list[int]:
+        """Tokens of each row that has some, in the order of the tokens; only with ``runs``."""
+        assert self.runs is not None
+        return [run.num_tokens for run in self.runs for _ in range(run.num_rows)]
+
+    @property
     def is_by_runs(self) -> bool:
         """Whether rows are broadcast over their runs. A compiler fuses lookups, and would compile anew for each run."""
         if self.runs is None or torch.compiler.is_compiling():
