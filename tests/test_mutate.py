@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
+sys.path.append(str(Path(__file__).parents[1] / "scripts"))
 
 import mutate
 

@@ -13,8 +13,8 @@ from knapformer.measure.memory_probe import peak_bytes
 from knapformer.models import MMDiT, StreamIndex
 from knapformer.models.presets import make_config
 from knapformer.parallel import checkpoint
+from knapformer.predict.fitting import peak_memory_bytes
 from knapformer.predict.memory import MemoryModel
-from knapformer.predict.simulate import peak_memory_bytes
 
 CPU = torch.device("cpu")
 CHANNELS = 48
