@@ -33,7 +33,7 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, 
 
 COMMANDS = {
     "plan": ("plan", "lengths.json", "--model", "flux.1-dev"),
-    "simulate": ("simulate", "--workload", "joint", "--steps", "100000", "--model", "flux.1-dev"),
+    "simulate": ("simulate", "--workload", "joint", "--steps", "10000", "--model", "flux.1-dev"),
     "advise": ("advise", "lengths.json", "--ranks", "8", "--model", "flux.1-dev", "--tokens-per-rank", "4608"),
     "replay": ("replay", "--workload", "joint", "--model", "flux.1-dev"),
     "bench": ("bench", "--heads", "24", "--head-width", "128"),

@@ -59,8 +59,8 @@ def test_the_demo_holds_a_sequence_that_is_heavier_than_the_mean_load():
         ({"planners": ()}, "given once each"),
         ({"planners": (PlannerSpec("home"),) * 2}, "given once each, got home, home"),
         ({"codes": "g1b1"}, "'g1b1' is neither"),
-        ({"max_text_tokens": 0}, "got 0 and"),
-        ({"learning_rate": 0.0}, "and 0.0"),
+        ({"max_text_tokens": 0}, "text tokens must be 1 to 4,096, got 0"),
+        ({"learning_rate": 0.0}, "1000 at most, got 0.0"),
     ],
 )
 def test_settings_that_make_no_comparison_are_refused(changes, message):

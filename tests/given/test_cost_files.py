@@ -88,7 +88,7 @@ def test_times_are_compared_only_with_those_of_the_same_stand_in_and_device(tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"measured": []}, "measured: all of it: Input should be .*got \\[\\]"),
+        ({"measured": []}, "measured: all of it: Input should be .*got a list"),
         ({"measured": {"environment": {"device": 3}}}, "measured: environment.device: Input should be .*got 3"),
         ({"measured": {"fit": {"t0_s": -1.0}}}, "measured: fit.t0_s: .*greater than or equal to 0, got -1.0"),
         ({"measured": {"reference_s": 1e300}}, "measured: reference_s: .*less than or equal to 1000000, got 1e"),

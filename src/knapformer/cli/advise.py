@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from knapformer.cli.common import progress_bar, stamp, write_json
-from knapformer.cli.options import Printed, Target
+from knapformer.cli.options import MOST_NODE, MOST_RANKS, MOST_SEED, MOST_STEPS, MOST_TOKENS, Printed, Target
 from knapformer.errors import ConfigurationError
 from knapformer.given.shapes import ModelShape
 from knapformer.predict.advise import Advice
@@ -24,16 +24,20 @@ MOST_GB = 1_000_000
 class Loading:
     """What a step of the data set is."""
 
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.", min=1)] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks with fast links among them.", min=1, max=MOST_NODE)
+    ] = None
     memory_gb: Annotated[float | None, typer.Option(help="Of a rank; the hardware's without.")] = None
-    tokens_per_rank: Annotated[int | None, typer.Option(help="Tokens that a rank loads.", min=1)] = None
-    steps: Annotated[int, typer.Option(help="Steps to draw.", min=2)] = 20
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0
+    tokens_per_rank: Annotated[int | None, typer.Option(help="Tokens that a rank loads.", min=1, max=MOST_TOKENS)] = (
+        None
+    )
+    steps: Annotated[int, typer.Option(help="Steps to draw.", min=2, max=MOST_STEPS)] = 20
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0, max=MOST_SEED)] = 0
 
 
 def advise(
     lengths: Annotated[Path, typer.Argument(help="CSV or Parquet with length, or width, height, frames; or lengths.")],
-    ranks: Annotated[int, typer.Option(help="Ranks that balance together.", min=1)],
+    ranks: Annotated[int, typer.Option(help="Ranks that balance together.", min=1, max=MOST_RANKS)],
     target: Target,
     loading: Loading,
     printed: Printed,

@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from knapformer.cli.demo import compare
-from knapformer.cli.options import Compared
+from knapformer.cli.options import MOST_RANKS, Compared
 from knapformer.demo.config import CHECKPOINTS, DEMO_CODES, DEMO_STEPS, DTYPES
 from knapformer.given.shapes import DEMO_HEAD_WIDTH, DEMO_HEADS, stand_in_shape
 
 BENCH_FILE = Path("runs/bench.json")
+
+MOST_TORCH_SEED = 2**32 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ class Training:
     max_text_tokens: Annotated[int, typer.Option(help="Longer captions are cut.")] = 48
     overlap: Annotated[bool, typer.Option(help="Attend to whole sequences during the exchange.")] = True
     cost: Annotated[Path | None, typer.Option(help="A cost file; without it the bench calibrates first.")] = None
-    seed: Annotated[int, typer.Option(help="Of samples and initial parameters.", min=0)] = 0
+    seed: Annotated[int, typer.Option(help="Of samples and initial parameters.", min=0, max=MOST_TORCH_SEED)] = 0
 
 
 def bench(
@@ -48,7 +50,9 @@ def bench(
     training: Training,
     compared: Compared,
     codes: Annotated[str, typer.Option(help="Data codes or one of KnapFormer's scenarios.")] = DEMO_CODES,
-    ranks: Annotated[int | None, typer.Option(help="Processes to start; torchrun's own where it started them.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes to start; torchrun's own where it started them.", max=MOST_RANKS)
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = BENCH_FILE,
 ) -> None:
     """The demo with everything settable; under torchrun it uses the ranks that it is given."""

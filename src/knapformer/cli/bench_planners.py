@@ -9,13 +9,17 @@ from typing import Annotated
 
 import typer
 
+from knapformer.cli.common import write_json
+from knapformer.cli.options import MOST_RANKS
 from knapformer.errors import ConfigurationError
 from knapformer.version import __version__
+
+MOST_SEEDS, MOST_SEED_DIGITS = 1000, 9
 
 
 def bench_planners(
     only: Annotated[str, typer.Option(help="Words by comma; scenarios whose name contains one of them.")] = "",
-    max_ranks: Annotated[int, typer.Option(help="Leave out larger scenarios.", min=1)] = 1024,
+    max_ranks: Annotated[int, typer.Option(help="Leave out larger scenarios.", min=1, max=MOST_RANKS)] = 1024,
     seeds: Annotated[str, typer.Option(help="first-last")] = "0-8",
     cp_sat: Annotated[bool, typer.Option("--cp-sat", help="With the CP-SAT reference on 8 ranks (OR-tools).")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
@@ -40,15 +44,18 @@ def bench_planners(
         "rows": [row.to_dict() for row in rows],
     }
     if output is not None:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        output.write_text(json.dumps(content, indent=1) + "\n")
+        write_json(output, content)
     typer.echo(json.dumps(content) if as_json else planner_table(rows))
 
 
 def _seeds(text: str) -> range:
     first, dash, last = text.partition("-")
-    if not (first.isdigit() and (last.isdigit() or not dash)):
+    if not (first.isdecimal() and (last.isdecimal() or not dash)):
         raise ConfigurationError(f"--seeds must be of the form 0-8, got {text!r}")
+    if max(len(first), len(last)) > MOST_SEED_DIGITS or int(last or first) - int(first) >= MOST_SEEDS:
+        raise ConfigurationError(
+            f"--seeds must be at most {MOST_SEEDS} of {MOST_SEED_DIGITS} digits, got {text[:60]!r}"
+        )
     seeds = range(int(first), int(last or first) + 1)
     if not seeds:
         raise ConfigurationError(f"--seeds must rise, got {text!r}")

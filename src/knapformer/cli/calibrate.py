@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from knapformer.cli.common import progress_bar, stamp, write_json
-from knapformer.cli.options import Printed, Stand
+from knapformer.cli.options import MOST_TOKENS, Printed, Stand
 from knapformer.errors import ConfigurationError
 
 
@@ -20,8 +20,12 @@ from knapformer.errors import ConfigurationError
 class Fitting:
     """What is measured, and when it is good enough."""
 
-    longest: Annotated[int | None, typer.Option(help="Tokens of the longest pack; else by the budget.")] = None
-    max_mape: Annotated[float, typer.Option(help="Held-out error in percent above which nothing is written.")] = 10
+    longest: Annotated[
+        int | None, typer.Option(help="Tokens of the longest pack; else by the budget.", min=1, max=MOST_TOKENS)
+    ] = None
+    max_mape: Annotated[
+        float, typer.Option(help="Held-out error in percent above which nothing is written.", min=0, max=100)
+    ] = 10
     force: Annotated[bool, typer.Option(help="Write the file whatever the error.")] = False
     links: Annotated[bool, typer.Option(help="Under torchrun: measure links, and nothing else.")] = False
     cost: Annotated[Path | None, typer.Option(help="With --links: the cost file to put them into.")] = None

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime, timezone
@@ -17,6 +19,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from knapformer.errors import ConfigurationError
 
 MOST_CAP_DIGITS = 12
+
+PACKAGES = {"skimage": "scikit-image", "PIL": "Pillow"}
+"""Names of packages that are imported under others."""
 
 
 def parse_cap(text: str) -> int | Literal["auto"] | None:
@@ -54,8 +59,48 @@ def stamp() -> dict[str, Any]:
 
 def write_json(file: Path, content: Any) -> None:
     """Write a results file, and its folder."""
+    write_text(file, json.dumps(content, indent=1) + "\n")
+
+
+def check_output(name: str, file: Path | None) -> None:
+    """Check that a file can be written, and leave nothing behind.
+
+    Raises:
+        ConfigurationError: it is a folder, its folder cannot be made, or one may not write there.
+    """
+    if file is None:
+        return
+    try:
+        if file.exists():
+            with file.open("ab"):
+                return
+        folder = next(parent for parent in file.absolute().parents if parent.exists())
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"--{name} {file}: cannot be written: {error.strerror or error}") from None
+
+
+def require_packages(what: str, extra: str, *modules: str) -> None:
+    """Check that optional packages are there, without importing them.
+
+    Args:
+        what: needs them.
+        extra: of the package that brings them.
+        modules: as they are imported.
+
+    Raises:
+        ConfigurationError: naming those that are missing.
+    """
+    missing = [PACKAGES.get(name, name) for name in modules if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigurationError(f"{what} needs {' and '.join(missing)}: pip install 'knapformer[{extra}]'")
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file, and its folder."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(content, indent=1) + "\n")
+    file.write_text(text)
 
 
 def check_picture(picture: Path | None, as_json: bool) -> None:
@@ -70,6 +115,7 @@ def pictured(picture: Path | None, title: str) -> Iterator[Console]:
     console = Console(record=picture is not None)
     yield console
     if picture is not None:
+        picture.parent.mkdir(parents=True, exist_ok=True)
         console.save_svg(str(picture), title=title)
 
 

@@ -9,13 +9,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from knapformer.cli.common import require_packages, write_text
+from knapformer.cli.options import MOST_RANKS
 from knapformer.cli.report import write_page
 
 DEMO_FILE = Path("runs/demo.json")
 
 
 def demo(
-    ranks: Annotated[int | None, typer.Option(help="Processes; as many as cores (2 to 8), or all GPUs.")] = None,
+    ranks: Annotated[
+        int | None, typer.Option(help="Processes; as many as cores (2 to 8), or all GPUs.", max=MOST_RANKS)
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = DEMO_FILE,
 ) -> None:
     """Train a small MMDiT on images and a video, with and without balancing, and show the difference."""
@@ -32,12 +36,12 @@ def compare(config: Any, num_ranks: int, output: Path) -> None:
     from knapformer.demo.launch import run_comparison
     from knapformer.demo.results import calibration_line, explanation, results_table
 
+    require_packages("demo and bench", "demo", "skimage", "PIL", "plotly")
     console = Console()
     result = run_comparison(config, num_ranks=num_ranks)
     if result is None:
         return
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(result) + "\n")
+    write_text(output, json.dumps(result) + "\n")
     console.print(calibration_line(result), highlight=False)
     console.print(results_table(result["summary"]))
     console.print(explanation(result), style="dim", highlight=False)

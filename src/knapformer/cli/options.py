@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
-from knapformer.cli.common import checked_shard_size, parse_cap, parse_names
+from knapformer.cli.common import check_output, checked_shard_size, parse_cap, parse_names
 from knapformer.errors import ConfigurationError
 from knapformer.plans.registry import PlannerSpec, planner_names
 from knapformer.predict.hardware import HARDWARE
@@ -31,8 +31,16 @@ from knapformer.workloads.workloads import workload_names
 if TYPE_CHECKING:
     from knapformer.measure.runner import StandIn
 
+MOST_RANKS, MOST_STEPS, MOST_TOKENS = 65_536, 10_000, 2**31 - 1
+MOST_NODE, MOST_REPEATS, MOST_SECONDS, MOST_BLOCKS, MOST_SEED = 65_536, 1000, 86_400.0, 64, 2**63 - 1
+"""What options accept; whether that much work is feasible, commands estimate before they begin."""
+
 NAMES = ", ".join(workload_names())
 """Of workloads."""
+
+
+OUTPUTS = ("output", "picture")
+"""Options that name files to write, in every command that has them; checked before the command begins."""
 
 
 def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -50,6 +58,8 @@ def command(app: typer.Typer, name: str | None = None) -> Callable[[Callable[...
 
         @functools.wraps(function)
         def run(**values: Any) -> None:
+            for option in OUTPUTS:
+                check_output(option, values.get(option))
             for key, kind in groups.items():
                 values[key] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
             function(**values)
@@ -88,8 +98,10 @@ class Printed:
 class Drawn:
     """Which steps are drawn."""
 
-    ranks: Annotated[int | None, typer.Option(help="Ranks, where the workload leaves them open.")] = None
-    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0)] = 0
+    ranks: Annotated[
+        int | None, typer.Option(help="Ranks, where the workload leaves them open.", min=1, max=MOST_RANKS)
+    ] = None
+    seed: Annotated[int, typer.Option(help="Equal seeds give equal steps.", min=0, max=MOST_SEED)] = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +138,9 @@ class Target:
     cost: Annotated[
         Path | None, typer.Option(help="A cost file of calibrate, of this model's layers: speed, γ and links.")
     ] = None
-    shard_size: Annotated[int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1)] = None
+    shard_size: Annotated[
+        int | None, typer.Option(help="Ranks over which FSDP2 shards; a node.", min=1, max=MOST_RANKS)
+    ] = None
 
     @property
     def named_hardware(self) -> str:
@@ -151,15 +165,18 @@ class Stand:
     model: Annotated[str, typer.Option(help="A known model, or demo.")] = "demo"
     device: Annotated[str | None, typer.Option(help="cpu or cuda; cuda where there is one.")] = None
     dtype: Annotated[str | None, typer.Option(help="float32 on the CPU, else bfloat16.")] = None
-    blocks: Annotated[int, typer.Option(help="Double-stream and single-stream blocks, each.", min=1)] = 1
+    blocks: Annotated[
+        int, typer.Option(help="Double-stream and single-stream blocks, each.", min=1, max=MOST_BLOCKS)
+    ] = 1
     recompute: Annotated[bool, typer.Option(help="Recompute blocks in backward.")] = False
     budget: Annotated[float, typer.Option(help="Seconds for calibrating, roughly.")] = 60.0
-    repeats: Annotated[int, typer.Option(help="Measurements of each pack or rank.", min=1)] = 3
+    repeats: Annotated[int, typer.Option(help="Measurements of each pack or rank.", min=1, max=MOST_REPEATS)] = 3
 
     def check(self) -> None:
         """Raise ``ConfigurationError`` for what can be seen before anything is built."""
-        if not 0 < self.budget < float("inf"):
-            raise ConfigurationError(f"--budget must be a number of seconds above 0, got {self.budget}")
+        if not 0 < self.budget <= MOST_SECONDS:
+            most = f"{MOST_SECONDS:,.0f} at most"
+            raise ConfigurationError(f"--budget must be a number of seconds above 0, {most}, got {self.budget}")
         if self.device not in (None, "cpu", "cuda"):
             raise ConfigurationError(f"--device must be cpu or cuda, got {self.device!r}")
 

@@ -15,8 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from knapformer.cli.common import check_picture, parse_cap, pictured
-from knapformer.cli.options import Printed
+from knapformer.cli.common import check_picture, parse_cap, pictured, write_text
+from knapformer.cli.options import MOST_NODE, Printed
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
@@ -41,7 +41,9 @@ class Placing:
     topology: Annotated[str | None, typer.Option(help="For --planner bags, as in g1n2+g2n1.")] = None
     model: Annotated[str | None, typer.Option(help=f"A known model; the cost file's own, or {DEFAULT_MODEL}.")] = None
     cost: Annotated[Path | None, typer.Option(help="A cost file of this model's layers.")] = None
-    ranks_per_node: Annotated[int | None, typer.Option(help="Ranks with fast links among them.")] = None
+    ranks_per_node: Annotated[
+        int | None, typer.Option(help="Ranks with fast links among them.", min=1, max=MOST_NODE)
+    ] = None
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto"
     lanes: Annotated[str, typer.Option(help="1, 2 (ranks take turns between two lanes) or auto.")] = "1"
     effort: Annotated[str, typer.Option(help=f"How much moldable tries: {', '.join(EFFORTS)}.")] = DEFAULT_EFFORT
@@ -79,7 +81,7 @@ def plan(
     result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=lanes, effort=placing.effort))
     evaluation = evaluate(result, cost)
     if printed.output is not None:
-        printed.output.write_text(json.dumps(result.to_dict()) + "\n")
+        write_text(printed.output, json.dumps(result.to_dict()) + "\n")
     summary = {
         "model": subject.named,
         "speeds": subject.speeds,

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from knapformer.cli.common import parse_names, progress_bar, stamp, write_json
-from knapformer.cli.options import NAMES, Drawn, Printed, Stand
+from knapformer.cli.options import MOST_TOKENS, NAMES, Drawn, Printed, Stand
 from knapformer.errors import ConfigurationError
 from knapformer.plans.registry import PlannerSpec, planner_names
 from knapformer.workloads.workloads import find_workload
@@ -29,7 +29,7 @@ class Replayed:
     planners: Annotated[str, typer.Option(help=f"For --workload, joined by commas, of {planner_names()}.")] = (
         "home,bags:g4n2,moldable"
     )
-    scale: Annotated[int, typer.Option(help="Divide the workload's lengths by this.", min=1)] = 1
+    scale: Annotated[int, typer.Option(help="Divide the workload's lengths by this.", min=1, max=MOST_TOKENS)] = 1
     cost: Annotated[Path | None, typer.Option(help="A cost file of this model and device; else calibrate now.")] = None
 
     def cost_file(self, stand_in: StandIn) -> CostFile | None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from knapformer.errors import ConfigurationError
+from knapformer.cli.common import require_packages, write_text
 
 
 def report(
@@ -18,11 +17,11 @@ def report(
     ] = None,
 ) -> None:
     """Make the HTML page of a results file."""
-    try:
-        content = json.loads(results.read_text())
-    except ValueError as error:
-        raise ConfigurationError(f"{results} is not JSON: {error}") from None
-    page = write_page(content, results.with_suffix(".html") if output is None else output)
+    from knapformer.demo.results_file import read_results
+
+    require_packages("report", "demo", "plotly")
+
+    page = write_page(read_results(results), results.with_suffix(".html") if output is None else output)
     print(page)
 
 
@@ -30,7 +29,5 @@ def write_page(content: Any, file: Path) -> Path:
     """Write the page of a results file's content, and return its path."""
     from knapformer.report.page import render_page
 
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"a results file is a JSON object, got {type(content).__name__}")
-    file.write_text(render_page(content))
+    write_text(file, render_page(content))
     return file

@@ -11,10 +11,11 @@ import typer
 from rich.console import Console
 
 from knapformer.cli.common import check_picture, pictured, progress_bar, stamp, write_json
-from knapformer.cli.options import NAMES, Compared, Drawn, Target
+from knapformer.cli.options import MOST_STEPS, NAMES, Compared, Drawn, Target
 from knapformer.errors import ConfigurationError
 from knapformer.given.lengths import Lengths, read_lengths
 from knapformer.predict.presets import PRESETS
+from knapformer.workloads.registry import check_drawn
 from knapformer.workloads.workloads import find_workload
 
 
@@ -24,7 +25,9 @@ def simulate(
     compared: Compared,
     preset: Annotated[str | None, typer.Option(help=f"One of {', '.join(PRESETS)}.")] = None,
     workload: Annotated[str | None, typer.Option(help=f"{NAMES}; or data codes; or a lengths file.")] = None,
-    steps: Annotated[int, typer.Option(help="Steps of each workload; one of a lengths file.", min=1)] = 20,
+    steps: Annotated[
+        int, typer.Option(help="Steps of each workload; one of a lengths file.", min=1, max=MOST_STEPS)
+    ] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="JSON file; .md with tables beside it.")] = None,
     picture: Annotated[Path | None, typer.Option(help="SVG file for the tables as they are printed.")] = None,
@@ -93,7 +96,9 @@ def _draw_steps(workload: str, drawn: Drawn, steps: int) -> tuple[list[Lengths],
     if Path(workload).suffix == ".json":
         raise ConfigurationError(f"cannot read {workload}: there is no such file")
     draw = drawn_from(workload, drawn.ranks, drawn.seed)
-    return [draw() for _ in range(steps)], find_workload(workload).model
+    first = draw()
+    check_drawn(steps, max(first.num_sequences, first.num_ranks), "fewer --steps or --ranks")
+    return [first, *(draw() for _ in range(steps - 1))], find_workload(workload).model
 
 
 def _simulate_one(label: str, drawn: Drawn, num_steps: int, target: Target, compared: Compared) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from knapformer.cli.common import write_text
 from knapformer.cli.options import NAMES, Drawn
 from knapformer.given.lengths import Lengths
 from knapformer.workloads.workloads import workload as draw_workload
@@ -24,6 +25,6 @@ def workload(
     if output is None:
         print(text)
         return
-    output.write_text(text + "\n")
+    write_text(output, text + "\n")
     lengths = Lengths.from_ranks(rows)
     print(f"{output}: {lengths.num_sequences} sequences, {lengths.num_tokens:,} tokens on {lengths.num_ranks} ranks")

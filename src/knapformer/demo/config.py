@@ -17,6 +17,12 @@ DEMO_CODES = "g1b1i672f4s0,g1b8i128f1s0"
 
 DEMO_STEPS = 20
 
+MOST_BENCH_RANKS = 65_536
+MOST_BENCH_STEPS = 1_000_000
+MOST_TEXT_TOKENS = 4096
+MOST_WIDTH, MOST_BLOCKS = 16_384, 256
+MOST_LEARNING_RATE = 1e3
+
 DTYPES = ("float32", "float64", "bfloat16")
 CHECKPOINTS = ("none", "block", "attention")
 
@@ -75,7 +81,12 @@ class TrainConfig:
     max_tokens_per_rank: int | str | None = "auto"
 
     def __post_init__(self) -> None:
-        parse_codes(self.codes)
+        codes = parse_codes(self.codes)
+        num_ranks, num_samples = sum(c.num_ranks for c in codes), sum(c.num_ranks * c.batch_size for c in codes)
+        if max(num_ranks, num_samples) > MOST_BENCH_RANKS:
+            raise ConfigurationError(
+                f"codes must mean {MOST_BENCH_RANKS:,} ranks and samples at most, got {num_ranks:,} and {num_samples:,}"
+            )
         if self.dtype not in DTYPES:
             raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {self.dtype!r}")
         if self.checkpoint not in CHECKPOINTS:
@@ -84,13 +95,26 @@ class TrainConfig:
             raise ConfigurationError(
                 f"warm-up steps must be fewer than steps, got {self.warmup_steps} of {self.steps} steps"
             )
+        for name, value, most in (
+            ("steps", self.steps, MOST_BENCH_STEPS),
+            ("text tokens", self.max_text_tokens, MOST_TEXT_TOKENS),
+            ("heads", self.num_heads, MOST_WIDTH),
+            ("channels of a head", self.head_width, MOST_WIDTH),
+            ("channels of all heads", self.num_heads * self.head_width, MOST_WIDTH),
+            ("blocks", self.num_double_blocks + self.num_single_blocks, MOST_BLOCKS),
+        ):
+            if not 1 <= value <= most:
+                raise ConfigurationError(f"{name} must be 1 to {most:,}, got {value:,}")
+        if min(self.num_double_blocks, self.num_single_blocks) < 0:
+            raise ConfigurationError(
+                f"blocks must be 0 or more, got {self.num_double_blocks} double, {self.num_single_blocks} single ones"
+            )
+        if not 0 < self.learning_rate <= MOST_LEARNING_RATE:
+            raise ConfigurationError(
+                f"the learning rate must be above 0, {MOST_LEARNING_RATE:g} at most, got {self.learning_rate}"
+            )
         if not self.planners or len(set(self.planners)) < len(self.planners):
             raise ConfigurationError(f"planners must be given once each, got {', '.join(map(str, self.planners))}")
-        if self.max_text_tokens < 1 or self.learning_rate <= 0:
-            raise ConfigurationError(
-                "text tokens must be at least 1 and the learning rate above 0, got "
-                f"{self.max_text_tokens} and {self.learning_rate}"
-            )
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ``ConfigurationError`` unless bags and shards fit that many ranks."""

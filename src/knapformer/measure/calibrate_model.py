@@ -16,6 +16,11 @@ from knapformer.measure.runner import ModelRunner, Stopwatch, seconds_of
 
 SHORTEST_TOKENS = 128
 NUM_FITTED, NUM_HELD_OUT = 16, 10
+TIMES_BUDGET = 2
+"""Of the budget, for the estimate of one pass over the longest pack that is asked for."""
+
+SHORTER = "ask for shorter packs (--longest; --scale of replay)"
+
 PROBE_SHARE = 1 / 40
 """Of the time budget, for one pass over the longest pack."""
 
@@ -106,12 +111,19 @@ def calibrate_model(
         on_pack: called after each of ``repeats`` × (``NUM_FITTED`` + ``NUM_HELD_OUT``) measurements.
 
     Raises:
-        ConfigurationError: packs are too short, or their times give no linear term.
+        ConfigurationError: packs are too short, too long for the budget or the memory, or their times give no linear
+            term.
     """
     began = time.perf_counter()
     longest = find_longest(runner, budget_s * PROBE_SHARE) if longest_tokens is None else longest_tokens
     fitted, tested = make_packs(longest)
-    runner.train(max(fitted, key=sum))
+    _check_longest(runner, longest, TIMES_BUDGET * budget_s)
+    try:
+        runner.train(max(fitted, key=sum))
+    except RuntimeError as error:
+        if "memory" not in str(error).lower():
+            raise
+        raise ConfigurationError(f"a pack of {longest:,} tokens does not fit the memory here: {SHORTER}") from None
     watch = Stopwatch(runner)
     times: dict[Pack, list[float]] = {pack: [] for pack in (*fitted, *tested)}
     for _ in range(repeats):
@@ -134,6 +146,22 @@ def calibrate_model(
         reference_s=watch.reference_s,
         seconds=time.perf_counter() - began,
     )
+
+
+def _check_longest(runner: ModelRunner, longest_tokens: int, most_s: float) -> None:
+    """Time a short pack, and estimate from below what one pass over the longest takes: in proportion.
+
+    Raises:
+        ConfigurationError: more than ``most_s``.
+    """
+    tokens = 4 * SHORTEST_TOKENS
+    runner.train([tokens])
+    least_s = seconds_of(partial(runner.train, [tokens]), runner.device) * longest_tokens / tokens
+    if least_s > most_s:
+        raise ConfigurationError(
+            f"a pass over {longest_tokens:,} tokens would take {least_s:,.0f} s or more, the budget allows "
+            f"{most_s:,.0f}: {SHORTER}, or raise --budget"
+        )
 
 
 def find_longest(runner: ModelRunner, pass_s: float) -> int:

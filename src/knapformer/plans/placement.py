@@ -92,11 +92,21 @@ def check_query_tiles(placement: Placement, num_heads: int) -> None:
         inside = 0 <= t.head_start < t.head_end <= num_heads and 0 <= t.query_start < t.query_end <= placement.length
         if not inside:
             raise PlanError(f"{where}: {t} is not inside {num_heads} heads and {placement.length} rows")
-    for at, t in enumerate(tiles):
-        for u in tiles[:at]:
-            heads_meet = min(t.head_end, u.head_end) > max(t.head_start, u.head_start)
-            if heads_meet and min(t.query_end, u.query_end) > max(t.query_start, u.query_start):
-                raise PlanError(f"{where}: {u} and {t} overlap")
+    _check_disjoint(tiles, num_heads, where)
     area = sum((t.head_end - t.head_start) * (t.query_end - t.query_start) for t in tiles)
     if area != num_heads * placement.length:
         raise PlanError(f"{where}: tiles cover {area} of {num_heads * placement.length} (head, row) pairs")
+
+
+def _check_disjoint(tiles: tuple[Tile, ...], num_heads: int, where: str) -> None:
+    """No row of a head is in two tiles: taken by first row, a tile must not begin before its heads are free again."""
+    free_from = np.zeros(num_heads, np.int64)
+    taken_by = np.zeros(num_heads, np.int64)
+    for at in sorted(range(len(tiles)), key=lambda index: tiles[index].query_start):
+        t = tiles[at]
+        heads = slice(t.head_start, t.head_end)
+        busy = np.flatnonzero(free_from[heads] > t.query_start)
+        if len(busy):
+            first, second = sorted((int(taken_by[heads][busy[0]]), at))
+            raise PlanError(f"{where}: {tiles[first]} and {tiles[second]} overlap")
+        free_from[heads], taken_by[heads] = t.query_end, at

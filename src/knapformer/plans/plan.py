@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from knapformer.errors import ConfigurationError, PlanError
 from knapformer.given.cost import MAX_HEADS
-from knapformer.given.files import read_object
+from knapformer.given.files import checked_object, read_object
 from knapformer.given.lengths import MAX_LENGTH_TOKENS, MAX_RANKS, Lengths, integer_column
 from knapformer.plans.placement import Placement, Segment, Tile, check_cover, check_query_tiles
 
@@ -226,6 +226,9 @@ class Plan:
             raise ConfigurationError(f"a plan file is a JSON object, got {type(content).__name__}")
         if content.get("schema") != SCHEMA:
             raise ConfigurationError(f"expected a plan file with schema {SCHEMA!r}, got {content.get('schema')!r}")
+        from knapformer.plans.plan_file import PlanFile
+
+        checked_object(PlanFile, content, "a plan file")
         try:
             sequences = sorted(content["sequences"], key=lambda s: s["id"])
             if [s["id"] for s in sequences] != list(range(len(sequences))):

@@ -21,6 +21,7 @@ from knapformer.predict.memory import MemoryModel
 from knapformer.predict.simulate import Setting, best_bags
 from knapformer.predict.timeline import simulate_step
 from knapformer.workloads.dataset import grouped_steps, random_steps
+from knapformer.workloads.registry import check_drawn
 
 IntArray = npt.NDArray[np.int64]
 
@@ -97,6 +98,7 @@ def advise(
 
     Raises:
         CapacityError: the parameters or the longest sample do not fit, and by how much.
+        ConfigurationError: more sequences would be drawn than can be.
     """
     fits = memory.tokens_that_fit(memory_bytes)
     longest = int(tokens.max())
@@ -106,6 +108,8 @@ def advise(
             f"{longest - fits * num_ranks:,} too many"
         )
     budget = max(1, int(FILLED * fits)) if tokens_per_rank is None else tokens_per_rank
+    per_rank = max(1.0, budget / float(tokens.mean()))
+    check_drawn(num_steps, num_ranks * per_rank, "fewer --ranks, --steps or --tokens-per-rank")
     shape: Any = {"num_ranks": num_ranks, "tokens_per_rank": budget, "num_steps": num_steps}
     drawn = random_steps(tokens, **shape, rng=np.random.default_rng(seed))
     grouped = grouped_steps(tokens, **shape, rng=np.random.default_rng(seed))

@@ -15,6 +15,7 @@ from knapformer.predict.simulate import best_bags, drawn_from, setting_of, simul
 from knapformer.predict.subject import BY_WORKLOAD
 from knapformer.predict.words import than
 from knapformer.workloads.codes import SCENARIOS
+from knapformer.workloads.registry import check_drawn
 from knapformer.workloads.workloads import find_workload
 
 BAGS_OF_32 = ("bags:g1n32", "bags:g2n16", "bags:g4n8", "bags:g8n4")
@@ -128,7 +129,9 @@ def run_comparison(
         The comparison, ``planners`` with ``simulate``'s rows, and ``ratios``: what the published figures are about.
     """
     steps_of = drawn_from(comparison.workload, comparison.num_ranks, seed)
-    steps = [steps_of() for _ in range(num_steps)]
+    first = steps_of()
+    check_drawn(num_steps, first.num_sequences, "fewer --steps")
+    steps = [first, *(steps_of() for _ in range(num_steps - 1))]
     shape, device = model_shape(comparison.model), hardware(comparison.hardware)
     memory = MemoryModel.of_model(comparison.model, shape, shard_size=comparison.shard_size)
     setting = setting_of(device.cost(shape), device, memory, num_ranks=comparison.num_ranks)

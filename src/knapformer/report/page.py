@@ -106,7 +106,7 @@ def load_figure(result: Mapping[str, Any]) -> dict[str, Any]:
         group = {"x": ranks, "offsetgroup": name}
         bars.append({"type": "bar", "name": name, "y": busy, "marker": {"color": colors[name]}, **group})
         predictions.append({"type": "scatter", "name": f"{name} predicted", "y": predicted, **shown, **group})
-    even = statistics.fmean(bars[0]["y"])
+    even = statistics.fmean(busy_s or 0.0 for busy_s in bars[0]["y"])
     line = {"color": _RED, "width": 2, "dash": "dash"}
     shape = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": even, "y1": even, "line": line}
     nowhere = {"type": "scatter", "x": [None], "y": [None]}

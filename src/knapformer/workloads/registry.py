@@ -28,6 +28,29 @@ MAX_SEQUENCES = 2**20
 
 MAX_DRAWN_RANKS = 2**16
 
+MAX_DRAWN_SEQUENCES = 2**22
+"""Of all steps together."""
+
+
+def check_drawn(num_steps: int, num_sequences: float, advice: str) -> None:
+    """Call it before the steps are drawn.
+
+    Args:
+        num_steps: to draw.
+        num_sequences: of one step, or about so many.
+        advice: what to ask for instead.
+
+    Raises:
+        ConfigurationError: one step, or all together, would have too many sequences.
+    """
+    for what, value, most in (
+        ("a step", num_sequences, MAX_SEQUENCES),
+        (f"{num_steps:,} steps", num_steps * num_sequences, MAX_DRAWN_SEQUENCES),
+    ):
+        if value > most:
+            raise ConfigurationError(f"{what} would have about {value:,.0f} sequences, at most {most:,}: {advice}")
+
+
 _COUNT = re.compile(r"[1-9]\d{0,15}")
 _SHARE = re.compile(r"0(?:\.\d*)?|\.\d+|1(?:\.0*)?")
 
