@@ -16,6 +16,7 @@ from knapformer.demo.results import SCHEMA, loss_curve, summarize
 from knapformer.demo.train import run_rank
 from knapformer.execution.groups import BalancingGroup
 from knapformer.given.cost import CostModel
+from knapformer.given.shapes import DEMO, named_shape
 
 COST = CostModel(hidden=32, num_heads=4, flops_per_s=1e9, num_layers=2).to_dict()
 SMALL = {
@@ -111,7 +112,7 @@ def test_bench_command(tmp_path, capsys):
 def test_what_a_rank_raises_is_one_line(tmp_path, capfd):
     """The ranks of a process that fails end, and the first one's error is the command's."""
     cost = tmp_path / "cost.json"
-    cost.write_text(json.dumps({**COST, "machine": {"speeds": [1.0, 1.0, 1.0]}}))
+    cost.write_text(json.dumps(CostModel.from_shape(named_shape(DEMO)).with_machine(speeds=(1.0, 1.0, 1.0)).to_dict()))
     arguments = ["--ranks", "2", "--codes", "g1b1i48f1s0", "--planners", "moldable", "--cost", str(cost)]
     assert main(["bench", *arguments, "-o", str(tmp_path / "bench.json")]) == 2
     error = capfd.readouterr().err
