@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -58,7 +58,6 @@ def replay(
     names = parse_names("--planners", replayed.planners)
     for name in names:
         PlannerSpec.parse(name)
-    from knapformer.measure.replay import replay_table
     from knapformer.measure.replay_command import plan_workload, read_plans, replay_plans
 
     stand_in = stand.choose()
@@ -87,10 +86,16 @@ def replay(
     if printed.as_json:
         print(json.dumps(result))
         return
-    console = Console(soft_wrap=True)
+    _print(result)
+
+
+def _print(result: dict[str, Any]) -> None:
+    from knapformer.measure.replay import replay_table
+
+    console, model, own = Console(soft_wrap=True), result["model"], result["workload_model"]
     console.print(replay_table(result["plans"]))
-    own = "" if workload_model in (None, stand.model) else f"; the workload's own model is {workload_model}"
-    console.print(f"Blocks of {stand.model}{own}. Speed-ups are over {next(iter(result['plans']))}.", style="dim")
+    other = "" if own in (None, model) else f"; the workload's own model is {own}"
+    console.print(f"Blocks of {model}{other}. Speed-ups are over {next(iter(result['plans']))}.", style="dim")
     console.print(
         "Each rank's forward and backward pass ran on this device. Communication is modelled, not measured.",
         style="dim",

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from knapformer.errors import CapacityError
+from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import make_plan
@@ -101,12 +102,7 @@ def advise(
         ConfigurationError: more sequences would be drawn than can be.
     """
     fits = memory.tokens_that_fit(memory_bytes)
-    longest = int(tokens.max())
-    if longest > fits * num_ranks:
-        raise CapacityError(
-            f"the longest sample has {longest:,} tokens, {num_ranks} ranks hold {fits * num_ranks:,} at most: "
-            f"{longest - fits * num_ranks:,} too many"
-        )
+    _check_longest(int(tokens.max()), fits, num_ranks)
     budget = max(1, int(FILLED * fits)) if tokens_per_rank is None else tokens_per_rank
     per_rank = max(1.0, budget / float(tokens.mean()))
     check_drawn(num_steps, num_ranks * per_rank, "fewer --ranks, --steps or --tokens-per-rank")
@@ -122,10 +118,30 @@ def advise(
     def fit_of(plans: Sequence[Plan], steps: Sequence[Lengths], spec: PlannerSpec) -> dict[str, Any]:
         return fitting_row(plans, steps, spec, setting.cost, memory, memory_bytes)
 
-    ways = _compare(drawn, grouped, run, fit_of)
+    return _advice(tokens, drawn, _compare(drawn, grouped, run, fit_of), fits, budget, setting.cost)
+
+
+def _check_longest(longest: int, fits: int, num_ranks: int) -> None:
+    if longest > fits * num_ranks:
+        raise CapacityError(
+            f"the longest sample has {longest:,} tokens, {num_ranks} ranks hold {fits * num_ranks:,} at most: "
+            f"{longest - fits * num_ranks:,} too many"
+        )
+
+
+def _advice(
+    tokens: IntArray,
+    drawn: Sequence[Lengths],
+    ways: dict[str, dict[str, Any]],
+    fits: int,
+    budget: int,
+    cost: CostModel,
+) -> Advice:
+    """What the ways to train on the drawn steps come to."""
+    num_ranks, longest = drawn[0].num_ranks, int(tokens.max())
     loaded = [step.num_tokens / num_ranks for step in drawn]
     fitting = {name: way for name, way in ways.items() if _fits(way)}
-    costs = setting.cost.work_s([longest]).sum() * setting.cost.num_layers * setting.cost.pass_factor
+    longest_s = float(cost.work_s([longest]).sum() * cost.num_layers * cost.pass_factor)
     return Advice(
         num_samples=len(tokens),
         mean_tokens=float(tokens.mean()),
@@ -140,8 +156,8 @@ def advise(
         planner=_advised(fitting),
         bags=best_bags({name: {"step_s": -way["gain"]} for name, way in fitting.items() if way["gain"] > 1}),
         longest_ranks=max(1, math.ceil(longest / fits)),
-        longest_s=(float(costs), float(costs) / num_ranks),
-        steps=num_steps,
+        longest_s=(longest_s, longest_s / num_ranks),
+        steps=len(drawn),
     )
 
 
