@@ -133,6 +133,7 @@ def boom() -> None:
 
 
 def interrupt() -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are born without it
     os.kill(os.getpid(), signal.SIGINT)
     time.sleep(5.0)
 
