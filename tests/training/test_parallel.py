@@ -60,7 +60,8 @@ def in_bfloat16(rank: int, world_size: int) -> dict[str, Any]:
     shard(model, mp_policy=policy)
 
     def note(_block, args):
-        dtypes["tokens"], dtypes["rotation"] = args[0].dtype, args[-2].dtype
+        (tokens, *_), *_, (place, *_) = args
+        dtypes["tokens"], dtypes["rotation"] = tokens.dtype, place.rotation.dtype
 
     model.blocks[0].register_forward_pre_hook(note)
     gradients = sharded_gradients(model, loss_of(model, HOMES[world_size][rank], "token_mean", world_size))
