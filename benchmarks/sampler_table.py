@@ -46,9 +46,10 @@ from knapformer.measure.environment import environment
 from knapformer.models import DiT
 from knapformer.models.config import DiTConfig
 from knapformer.predict.hardware import hardware
+from knapformer.workloads.arrangement import Arrangement
 from knapformer.workloads.histograms import CLIP_FRAMES, VIDEO_PERCENT, draw_text_tokens
 from knapformer.workloads.opensora import BUCKET_TABLES
-from knapformer.workloads.sampling import Arrangement, Epoch
+from knapformer.workloads.sampling import Epoch
 
 Steps = list[list[list[int]]]
 """Of each step and rank, positions in the data set."""

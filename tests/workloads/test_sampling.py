@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from knapformer.errors import CapacityError, ConfigurationError
 from knapformer.given.cost import CostModel
-from knapformer.workloads.sampling import Arrangement, Epoch, SampledStep
+from knapformer.workloads.arrangement import Arrangement
+from knapformer.workloads.sampling import Epoch, SampledStep
 
 COST = CostModel(hidden=512, num_heads=8)
 

@@ -15,7 +15,8 @@ from knapformer.errors import ConfigurationError, DisagreementError, KnapFormerE
 from knapformer.execution.groups import BalancingGroup, gather_values, subgroup
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import IntArray, parse_local_lengths
-from knapformer.workloads.sampling import Arrangement, Done, Epoch, SampledStep, digest
+from knapformer.workloads.arrangement import Arrangement
+from knapformer.workloads.sampling import Done, Epoch, SampledStep, digest
 
 SCHEMA = "knapformer.sampler/1"
 
