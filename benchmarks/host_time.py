@@ -169,7 +169,7 @@ def tables(step: Step, plan: Plan, lengths: Lengths, tokens: RankTokens, rank: i
         for attention in step.attention.lanes[0]._made.values()
         for route in (attention.before, attention.after)
     )
-    index += sum(held(route) for route in step._routes.values())
+    index += sum(held(route) for route in step._moves._routes.values())
     return {"plan": nbytes(plan), "columns": columns, "index": index}
 
 

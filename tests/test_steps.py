@@ -306,6 +306,56 @@ def some_need_gradients(rank: int) -> bool:
     return all(good)
 
 
+def a_batch_at_once(rank: int) -> bool:
+    """The same as call by call, and one agreement. Only rank 0's text and rank 1's context needs gradients."""
+    text, visual, context = (
+        [n // 3 for n in LENGTHS[rank]],
+        [n - n // 3 for n in LENGTHS[rank]],
+        [2] * len(LENGTHS[rank]),
+    )
+    generator = torch.Generator().manual_seed(rank)
+
+    def inputs() -> list[Tensor]:
+        counts = (sum(text), sum(visual), len(text), sum(context), sum(LENGTHS[rank]))
+        made = [torch.randn(n, 3, generator=generator, dtype=torch.float64) for n in counts]
+        for i, odd in ((0, 0), (3, 1)):
+            made[i].requires_grad_(rank == odd)
+        return [*made[:4], made[4].mul(100).long()]
+
+    balancer = make_balancer()
+    given = inputs()
+    step = balancer.prepare({"text": text, "visual": visual}, conditioning={"context": context})
+    apart = [
+        step.route(given[0], stream="text"),
+        step.route(given[1], stream="visual"),
+        step.route_conditioning(given[2]),
+        step.route_conditioning(given[3], name="context"),
+        step.route(given[4]),
+    ]
+    before = step._calls._place
+    routed = step.route_batch(
+        tokens=[given[4]],
+        streams={"text": [given[0]], "visual": [given[1]]},
+        conditioning=[given[2]],
+        named={"context": [given[3]]},
+    )
+    num_calls = step._calls._place - before
+    together = [*routed.streams["text"], *routed.streams["visual"], *routed.conditioning]
+    together += [*routed.named["context"], *routed.tokens]
+    own = [x for x in given if x.requires_grad]
+    gradients = []
+    for ys in (apart, together):
+        sum(y.sin().square().sum() for y in ys if y.requires_grad).backward()
+        gradients.append([x.grad for x in own])
+        own[0].grad = None
+    return (
+        all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+        and [y.requires_grad for y in together] == [True, False, False, True, False]
+        and all(torch.equal(a, b) and bool(a.abs().sum() > 0) for a, b in zip(*gradients, strict=True))
+        and num_calls == 6  # an agreement and five exchanges
+    )
+
+
 def without_overlap(rank: int) -> bool:
     balancer = make_balancer()
     x = tokens(LENGTHS[rank])
@@ -325,6 +375,7 @@ CHECKS: tuple[Callable[[int], bool], ...] = (
     causal_query_tiles,
     autocast,
     some_need_gradients,
+    a_batch_at_once,
     without_overlap,
 )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -14,7 +14,7 @@ from knapformer.execution.agreement import compare_calls
 from knapformer.execution.calls import StepCalls
 from knapformer.execution.devices import outliving, to_device
 from knapformer.execution.groups import BalancingGroup
-from knapformer.execution.moves import Kind, Moves
+from knapformer.execution.moves import Kind, Moves, Part
 from knapformer.execution.rows import RowIndex, runs_of
 from knapformer.execution.step_attention import LaneAttention, StepAttention
 from knapformer.execution.transport import Channel
@@ -42,6 +42,15 @@ class Executor(Protocol):
     channel: Channel
     kernel: str
     overlap: bool
+
+
+class Routed(NamedTuple):
+    """What ``Step.route_batch`` gives back: packed rows on this rank, as they were given."""
+
+    tokens: list[Tensor]
+    streams: dict[str, list[Tensor]]
+    conditioning: list[Tensor]
+    named: dict[str, list[Tensor]]
 
 
 class Step:
@@ -191,6 +200,43 @@ class Step:
             self.check_lengths(lengths, stream=stream)
         return self._move(tensors, ("tokens", stream), reverse=False)
 
+    def route_batch(
+        self,
+        *,
+        tokens: Sequence[Tensor] = (),
+        streams: Mapping[str, Sequence[Tensor]] | None = None,
+        conditioning: Sequence[Tensor] = (),
+        named: Mapping[str, Sequence[Tensor]] | None = None,
+    ) -> Routed:
+        """``route`` and ``route_conditioning`` for all inputs of a model at once.
+
+        The ranks agree once, and all messages are under way at the same time. Every rank of the balancing group calls
+        it, with the same streams and names in the same order.
+
+        Args:
+            tokens: as ``route`` takes them.
+            streams: the same of each stream, by its name.
+            conditioning: as ``route_conditioning`` takes it.
+            named: ragged conditioning, by its name.
+
+        Raises:
+            ConfigurationError: nothing is given.
+            LengthsError, DisagreementError: as ``route``; on all ranks.
+        """
+        given: list[Part] = [(list(own), ("tokens", name)) for name, own in (streams or {}).items()]
+        given += [(list(own), ("conditioning", name)) for name, own in (named or {}).items()]
+        given += [
+            (list(own), (what, None)) for what, own in (("tokens", tokens), ("conditioning", conditioning)) if own
+        ]
+        given = given or [([], ("tokens", None))]  # which is an error
+        moved = dict(zip((kind for _, kind in given), self._move_all(given, reverse=False), strict=True))
+        return Routed(
+            moved.get(("tokens", None), []),
+            {name: moved["tokens", name] for name in streams or {}},
+            moved.get(("conditioning", None), []),
+            {name: moved["conditioning", name] for name in named or {}},
+        )
+
     def restore(self, *tensors: Tensor, stream: str | None = None) -> Any:
         """Bring tokens home, in the original order: the inverse of ``route``, with the same arguments."""
         return self._move(tensors, ("tokens", stream), reverse=True)
@@ -245,10 +291,12 @@ class Step:
         return self._move(tensors, ("conditioning", name), reverse=False)
 
     def _move(self, tensors: Sequence[Tensor], kind: Kind, *, reverse: bool) -> Any:
-        if tensors:
-            self._device = tensors[0].device
-        moved = self._moves.move(tensors, kind, reverse=reverse)
+        (moved,) = self._move_all([(tensors, kind)], reverse=reverse)
         return moved[0] if len(moved) == 1 else tuple(moved)
+
+    def _move_all(self, parts: Sequence[Part], *, reverse: bool) -> list[list[Tensor]]:
+        self._device = next((tensors[0].device for tensors, _ in parts if tensors), self._device)
+        return self._moves.move(parts, reverse=reverse)
 
     def _fail(self, error: KnapFormerError) -> None:
         """Let those know that wait for this rank."""

@@ -76,6 +76,20 @@ def route_rows(rank: int, odd: bool) -> None:
     whole().prepare(LENGTHS[rank]).route(torch.cat([x, x[:1]]) if odd else x)
 
 
+def batch_rows(rank: int, odd: bool) -> None:
+    """Everything at once, and one tensor of the batch is wrong on one rank."""
+    x = rows(rank)
+    step = whole().prepare(LENGTHS[rank])
+    step.route_batch(tokens=[x, torch.cat([x, x[:1]]) if odd else x], conditioning=[x[: len(LENGTHS[rank])]])
+
+
+def batch_order(rank: int, odd: bool) -> None:
+    """Streams in another order."""
+    step = whole().prepare({"text": [2] * len(LENGTHS[rank]), "visual": [2] * len(LENGTHS[rank])})
+    x = torch.zeros(2 * len(LENGTHS[rank]), 4)
+    step.route_batch(streams={name: [x] for name in (("visual", "text") if odd else ("text", "visual"))})
+
+
 def route_order(rank: int, odd: bool) -> None:
     step = whole().prepare({"text": [2] * len(LENGTHS[rank]), "visual": [2] * len(LENGTHS[rank])})
     x = torch.zeros(2 * len(LENGTHS[rank]), 4)
@@ -277,6 +291,20 @@ CASES = {
         "4 channels on a rank without rows, 8 on the others", route_channels, 2, "DisagreementError", r"rank 2 .*\(4,\)"
     ),
     "rows": Case("one row too many on one rank", route_rows, 1, "LengthsError", "rank 1: expected a tensor of 12 rows"),
+    "rows of a batch": Case(
+        "one row too many in one tensor of a batch",
+        batch_rows,
+        1,
+        "LengthsError",
+        "rank 1: expected a tensor of 12 rows",
+    ),
+    "order in a batch": Case(
+        "the streams of a batch in another order on one rank",
+        batch_order,
+        1,
+        "DisagreementError",
+        "'text'.*'visual'",
+    ),
     "order of routes": Case(
         "text and visual routed in the other order", route_order, 1, "DisagreementError", "'text'.*'visual'"
     ),

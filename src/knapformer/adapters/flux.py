@@ -80,10 +80,13 @@ def pack(
 def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     """The model on packed tokens: (T_visual, out_channels)."""
     rows = batch.tensors
-    visual, visual_ids = step.route(rows["visual"], rows["visual_ids"], stream="visual")
-    text, text_ids = step.route(rows["text"], rows["text_ids"], stream="text")
+    routed = step.route_batch(
+        streams={"visual": (rows["visual"], rows["visual_ids"]), "text": (rows["text"], rows["text_ids"])},
+        conditioning=[rows["vectors"]],
+    )
+    (visual, visual_ids), (text, text_ids) = routed.streams["visual"], routed.streams["text"]
     visual, text = model.x_embedder(visual), model.context_embedder(text)
-    temb = _condition(model, step.route_conditioning(rows["vectors"]), visual.dtype)
+    temb = _condition(model, routed.conditioning[0], visual.dtype)
 
     packed = Packed(step)
     packed.rotate = layers.rotation(*model.pos_embed(packed.merge(text_ids, visual_ids)))

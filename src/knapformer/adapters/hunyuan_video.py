@@ -105,9 +105,11 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     """The model on packed tokens: (T_visual, patch · out_channels)."""
     tensors, config = batch.tensors, model.config
     text = model.context_embedder(tensors["text"], tensors["vectors"][:, 0], offsets(batch.lengths["text"]))
-    text = step.route(text, stream="text")
-    patches, ids = step.route(tensors["visual"], tensors["ids"], stream="visual")
-    vectors = step.route_conditioning(tensors["vectors"])
+    routed = step.route_batch(
+        streams={"text": [text], "visual": (tensors["visual"], tensors["ids"])}, conditioning=[tensors["vectors"]]
+    )
+    (text,), (patches, ids) = routed.streams["text"], routed.streams["visual"]
+    (vectors,) = routed.conditioning
     packed = Packed(step)
     packed.rotate = _rotation(model.rope, ids, packed)
     own, temb = packed.visual, _condition(model, vectors, patches.dtype)

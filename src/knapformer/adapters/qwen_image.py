@@ -106,9 +106,15 @@ def _position_ids(
 def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     """The model on packed tokens: (T_visual, patch · out_channels)."""
     tensors = batch.tensors
-    visual, ids = step.route(tensors["visual"], tensors["visual_ids"], stream="visual")
-    text, text_ids = step.route(tensors["text"], tensors["text_ids"], stream="text")
-    vectors = step.route_conditioning(tensors["vectors"])
+    routed = step.route_batch(
+        streams={
+            "visual": (tensors["visual"], tensors["visual_ids"]),
+            "text": (tensors["text"], tensors["text_ids"]),
+        },
+        conditioning=[tensors["vectors"]],
+    )
+    (visual, ids), (text, text_ids) = routed.streams["visual"], routed.streams["text"]
+    (vectors,) = routed.conditioning
     visual, text = model.img_in(visual), model.txt_in(model.txt_norm(text))
 
     packed = Packed(step)

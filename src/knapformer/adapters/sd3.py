@@ -96,9 +96,12 @@ def _unpatchify(rows: Tensor, grids: Sequence[Sequence[int]], patch: int) -> lis
 def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     """The model on packed tokens: (T_visual, patch² · out_channels)."""
     tensors, config = batch.tensors, model.config
-    patches, position = step.route(tensors["visual"], tensors["position"], stream="visual")
-    text = step.route(tensors["text"], stream="text")
-    vectors = step.route_conditioning(tensors["vectors"])
+    routed = step.route_batch(
+        streams={"visual": (tensors["visual"], tensors["position"]), "text": [tensors["text"]]},
+        conditioning=[tensors["vectors"]],
+    )
+    (patches, position), (text,) = routed.streams["visual"], routed.streams["text"]
+    (vectors,) = routed.conditioning
     packed = Packed(step)
     if config.dual_attention_layers and not step.plan.is_split.any():
         packed.visual_offsets = Offsets(offsets(packed.visual.counts), patches.device)

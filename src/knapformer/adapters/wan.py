@@ -124,8 +124,11 @@ def _unpatchify(out: Tensor, grids: Sequence[Sequence[int]], config: Any) -> lis
 def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     """The model on packed tokens: (T, patch · out_channels)."""
     tensors, config = batch.tensors, model.config
-    patches, ids = step.route(tensors["visual"], tensors["ids"])
-    named = {name: step.route_conditioning(tensors[name], name=name) for name in batch.conditioning}
+    routed = step.route_batch(
+        tokens=(tensors["visual"], tensors["ids"]), named={name: [tensors[name]] for name in batch.conditioning}
+    )
+    patches, ids = routed.tokens
+    named = {name: rows for name, (rows,) in routed.named.items()}
     packed = Packed(step, rotate=rotation(model.rope, ids), has_streams=False)
     for name in batch.conditioning:
         packed.context_offsets[name] = offsets(step.conditioning_lengths(name))

@@ -97,12 +97,16 @@ class Trainee(nn.Module):
         """(T_visual,) squared error of the velocity of the batch's own tokens, in their order, whoever computes it."""
         dtype = self.photographs.weight.dtype  # under mixed precision that of computing, and not of the batch
         times = timestep_embedding(batch.t, self.photographs.embedding_dim)
-        conditioning = step.route_conditioning(self.photographs(batch.photograph) + times.to(dtype))
+        routed = step.route_batch(
+            tokens=[batch.position_ids],
+            streams={"visual": [batch.noisy.to(dtype)], "text": [batch.text.to(dtype)]},
+            conditioning=[self.photographs(batch.photograph) + times.to(dtype)],
+        )
         prediction = self.transformer(
-            step.route(batch.noisy.to(dtype), stream="visual"),
-            step.route(batch.text.to(dtype), stream="text"),
-            step.route(batch.position_ids),
-            conditioning,
+            *routed.streams["visual"],
+            *routed.streams["text"],
+            *routed.tokens,
+            *routed.conditioning,
             step.sequence_index,
             step.streams,
             attention=step.attention,

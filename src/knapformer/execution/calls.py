@@ -44,6 +44,9 @@ MOST_NAMED = 8
 MOST_REMEMBERED = 20_000
 """Calls since the last ``prepare``; a program that never calls it again must not fill the memory."""
 
+MOST_DESCRIBED = 1000
+"""Descriptions of calls that are kept from step to step."""
+
 WORD = (1 << 63) - 1
 FACTOR, STEP, PART, PLACE, FLAGS, BYTES = (
     0x27D4EB2F165667C5,
@@ -233,15 +236,26 @@ class Calls:
         """An exchange: ``what`` it is for, and what its tensors (units, width) have in common."""
         x = tensors[0]
         key = (what, len(tensors), x.dtype, x.shape[1])
-        if key not in self._described:
+        found = self._described.get(key)
+        if found is None:
             several = f"{len(tensors)} tensors of " if len(tensors) > 1 else ""
-            self._described[key] = Description(f"{what}, {several}{short(x.dtype)}, width {x.shape[1]}")
-        return self._described[key]
+            found = self._remember(key, f"{what}, {several}{short(x.dtype)}, width {x.shape[1]}")
+        return found
+
+    def worded(self, text: str) -> Description:
+        """A call in words."""
+        return self._described.get(text) or self._remember(text, text)
+
+    def _remember(self, key: Any, text: str) -> Description:
+        """For the steps to come, which make the same calls."""
+        if len(self._described) >= MOST_DESCRIBED:
+            self._described.clear()
+        self._described[key] = found = Description(text)
+        return found
 
     def compared(self) -> None:
         """The calls up to now were the same on all ranks, or the ranks know of it: a new transcript begins."""
         self.transcript = Transcript(self.transcript.window + 1)
-        self._described = {}
 
     def wait(self, works: Sequence[Any], waiting: Waiting) -> None:
         """Wait for messages of a call.

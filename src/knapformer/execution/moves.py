@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
-from knapformer.execution.calls import VOTE, Call, Description, StepCalls, short
+from knapformer.execution.calls import VOTE, Call, StepCalls, short
 from knapformer.execution.devices import outliving
-from knapformer.execution.exchange import finish, start
+from knapformer.execution.exchange import Pending, finish, start
 from knapformer.execution.routes import AnyRoute, JointRoute, Route
 from knapformer.execution.transport import Channel, combined
 from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
@@ -26,6 +26,12 @@ from knapformer.schedules.tokens import Exchange, RankTokens, conditioning_excha
 
 Kind = tuple[str, str | None]
 """Tokens of a stream, or conditioning of a name."""
+
+Part = tuple[Sequence[Tensor], Kind]
+"""Tensors of one kind."""
+
+Started = tuple[list[int], Pending]
+"""Which tensors of a part are under way, and their exchange."""
 
 MOST_IN_MASK = 62
 """Tensors of one call whose need for gradients fits into a number."""
@@ -63,38 +69,53 @@ class Moves:
         self._schedules: dict[Kind, Exchange] = {}
         self._routes: dict[Any, AnyRoute] = {}
 
-    def move(self, tensors: Sequence[Tensor], kind: Kind, *, reverse: bool) -> list[Tensor]:
-        """All tensors, those of one dtype and width at once, and all of them under way at the same time.
+    def move(self, parts: Sequence[Part], *, reverse: bool) -> list[list[Tensor]]:
+        """All tensors, those of one kind, dtype and width at once, and all of them under way at the same time.
 
         Every rank of the channel calls it. On the way out, ranks that the step connects first agree on which tensors
-        need gradients: any rank is enough, and the others' gradients are not asked for.
+        need gradients: any rank is enough, and the others' gradients are not asked for. They agree once for all parts.
+
+        Args:
+            parts: tensors and their kind.
+
+        Returns:
+            Of each part the moved tensors.
         """
         try:
-            rows = self._checked(tensors, kind, reverse)
+            rows = [self._checked(tensors, kind, reverse) for tensors, kind in parts]
         except KnapFormerError as error:
-            self._fail(error, tensors, kind, reverse)
+            self._fail(error, parts, reverse)
             raise
+        wanted = [[x.requires_grad for x in tensors] for tensors, _ in parts]
+        if not reverse and self._votes(parts):
+            flat = self._agreed(_all_of(parts, reverse), [needed for own in wanted for needed in own], None)
+            wanted = [[flat.pop(0) for _ in own] for own in wanted]
+        pending = [
+            self._start(tensors, kind, reverse, own, needed)
+            for (tensors, kind), own, needed in zip(parts, rows, wanted, strict=True)
+        ]
+        return [_finish(tensors, started) for (tensors, _), started in zip(parts, pending, strict=True)]
+
+    def _start(
+        self, tensors: Sequence[Tensor], kind: Kind, reverse: bool, rows: list[Tensor], wanted: list[bool]
+    ) -> list[Started]:
+        """Launch the exchanges of one part; every rank of the channel calls it."""
         what = _what(tensors, kind, reverse)
-        wanted = [x.requires_grad for x in tensors]
-        if not reverse and self._votes(tensors):
-            wanted = self._agreed(what, wanted, None)
         alike: dict[Any, list[int]] = {}
         for i, x in enumerate(rows):
             alike.setdefault((x.dtype, x.shape[1], x.device), []).append(i)
-        pending = []
+        started = []
         for (_, _, device), chosen in alike.items():
             needs_grad = any(wanted[i] for i in chosen)
             route, some = self.route(kind, device, reverse, len(chosen)), [rows[i] for i in chosen]
-            pending.append(start(some, route, self.channel, self.calls, what, needs_grad=needs_grad))
-        outputs: list[Tensor | None] = [None] * len(tensors)
-        for chosen, flight in zip(alike.values(), pending, strict=True):
-            for i, y in zip(chosen, finish(flight), strict=True):
-                outputs[i] = y.view(y.shape[0], *tensors[i].shape[1:])
-        return [y for y in outputs if y is not None]
+            started.append((chosen, start(some, route, self.channel, self.calls, what, needs_grad=needs_grad)))
+        return started
 
-    def _votes(self, tensors: Sequence[Tensor]) -> bool:
+    def _votes(self, parts: Sequence[Part]) -> bool:
         """Whether ranks agree on what needs gradients; one that doesn't is waited for, and told (``calls``)."""
-        return self.calls is not None and torch.is_grad_enabled() and any(x.is_floating_point() for x in tensors)
+        if self.calls is None or not torch.is_grad_enabled():
+            return False
+        return any(x.is_floating_point() for tensors, _ in parts for x in tensors)
 
     def _agreed(self, what: str, wanted: Sequence[bool], error: KnapFormerError | None) -> list[bool]:
         """Which tensors need gradients on any rank that this step connects with this one.
@@ -106,7 +127,7 @@ class Moves:
             KnapFormerError: what is wrong on one of them; on all of them.
         """
         assert self.calls is not None and self.control is not None
-        described = Description(what)
+        described = self.calls.calls.worded(what)
         call = self.calls.make(described)
         if len(self._members) == 1:
             return list(wanted)
@@ -119,15 +140,15 @@ class Moves:
             raise calls.settle(call, self._members, error)
         return [bool(mask >> i & 1) if i < MOST_IN_MASK else needed for i, needed in enumerate(wanted)]
 
-    def _fail(self, error: KnapFormerError, tensors: Sequence[Tensor], kind: Kind, reverse: bool) -> None:
+    def _fail(self, error: KnapFormerError, parts: Sequence[Part], reverse: bool) -> None:
         """Let the others know what is wrong on this rank."""
         if self.calls is None:
             return
-        if reverse or not self._votes(tensors) or len(self._members) == 1:
+        if reverse or not self._votes(parts) or len(self._members) == 1:
             self.calls.failed(error)
             return
         try:
-            self._agreed(_what(tensors, kind, reverse), [False] * len(tensors), error)
+            self._agreed(_all_of(parts, reverse), [False] * sum(len(tensors) for tensors, _ in parts), error)
         except KnapFormerError as settled:
             if str(settled) != str(error):
                 raise settled from error
@@ -208,6 +229,20 @@ class Moves:
         if name not in self._rows:
             raise ConfigurationError(f"no conditioning {name!r}: prepare was told of {sorted(self._rows)}")
         return self._rows[name]
+
+
+def _finish(tensors: Sequence[Tensor], started: Sequence[Started]) -> list[Tensor]:
+    """Wait for the exchanges of one part, and give each tensor its trailing shape again."""
+    outputs = {}
+    for chosen, pending in started:
+        for i, y in zip(chosen, finish(pending), strict=True):
+            outputs[i] = y.view(y.shape[0], *tensors[i].shape[1:])
+    return [outputs[i] for i in range(len(tensors))]
+
+
+def _all_of(parts: Sequence[Part], reverse: bool) -> str:
+    """What is moved at once, in words that all ranks have in common."""
+    return "; ".join(_what(tensors, kind, reverse) for tensors, kind in parts)
 
 
 def _what(tensors: Sequence[Tensor], kind: Kind, reverse: bool) -> str:
