@@ -12,7 +12,8 @@ from typing import Any
 import disagreements
 import pytest
 import torch
-from disagreements import CASES, COST, HEADS, LENGTHS, heads
+from disagreement_cases import COST, HEADS, LENGTHS, heads
+from disagreements import CASES
 from launch import run_ranks
 from torch import Tensor
 
@@ -28,7 +29,7 @@ LIMIT_S = 20.0
 
 @pytest.fixture(scope="module")
 def told() -> dict[str, tuple[str, float]]:
-    return disagreements.run_named()
+    return disagreements.run_named(grace_s=0.2)
 
 
 @pytest.mark.parametrize("name", CASES)

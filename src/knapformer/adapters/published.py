@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from importlib import metadata
 from itertools import accumulate
 from pathlib import Path
@@ -26,7 +27,8 @@ from knapformer.adapters.routing_plan import (
     split_evenly,
 )
 from knapformer.errors import ConfigurationError, KnapFormerError, LengthsError
-from knapformer.execution.agreement import LocalInput, agree_on_plan, gather_inputs
+from knapformer.execution.agreement import LocalInput, agree_on_plan, begin_step, gather_inputs
+from knapformer.execution.calls import StepCalls
 from knapformer.execution.devices import to_device
 from knapformer.execution.exchange import finish, start
 from knapformer.execution.groups import BalancingGroup, subgroup
@@ -37,6 +39,7 @@ from knapformer.given.lengths import Lengths, parse_local_lengths
 from knapformer.given.topology import Topology
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import make_plan
+from knapformer.schedules.meetings import links_of
 from knapformer.schedules.tokens import Blocks, RankTokens, make_exchange, starts_of, token_exchange
 from knapformer.version import __version__
 
@@ -62,8 +65,12 @@ class SequenceBalancer:
             turned on: TFLOPs of the step, and most over mean work of a rank without and with balancing.
         metrics: the last plan's imbalances.
 
+    Calls are compared as those of ``knapformer.Balancer`` are: ranks that differ in order, dtype, width or in what
+    needs gradients are told so.
+
     Raises:
         ConfigurationError: bags that cannot be read, or do not fit the world; on all ranks.
+        DisagreementError: ranks have other bags; on all ranks.
     """
 
     def __init__(self, bag_specs: str, gamma: float = 1.0) -> None:
@@ -73,13 +80,16 @@ class SequenceBalancer:
         except ConfigurationError as wrong_bags:
             error = wrong_bags
         self.topology, self.gamma = topology, gamma
-        self.group = BalancingGroup.create(None, topology.num_ranks, error)
+        self.group = BalancingGroup.create(None, topology.num_ranks, error, configuration={"bags": str(topology)})
+        self.group = self.group.watched()
         self.this_gpu_id = self.group.offset + self.group.rank
         self.balance_process_group = self.group.data
         starts = [sum(self.topology.bag_sizes[:i]) for i in range(len(self.topology.bag_sizes) + 1)]
         self._bag = next(i for i, end in enumerate(starts[1:]) if self.group.rank < end)
         self._bag_ranks = range(starts[self._bag], starts[self._bag + 1])
-        self._bag_channel = Channel.over(self._make_bag_group(), self.group.rank - self._bag_ranks.start)
+        self._bag_group = self._make_bag_group().watched()
+        self._channel = Channel.over(self.group.data, self.group.rank, calls=self.group.calls)
+        self._bag_channel = Channel.over(self._bag_group.data, self._bag_group.rank, calls=self._bag_group.calls)
         self._step: _Step | None = None
         self.turn_off_tracking()
         self.tracked_tflops: list[float] = []
@@ -96,10 +106,12 @@ class SequenceBalancer:
 
         Raises:
             LengthsError, ConfigurationError: lengths of a rank are none, or a width is; on all ranks.
+            DisagreementError: ranks have made other calls since the last one; on all ranks.
         """
         plan, lengths = self._plan(local_seq_lens, token_dim)
         routing = RoutingPlan.of(plan, lengths, self.topology, gamma=self.gamma, width=token_dim)
-        self._step = _Step(self.group.rank, plan, lengths, routing)
+        begin_step(self._bag_group, {})
+        self._step = _Step(self.group, self._bag_group, plan, lengths, routing)
         before, after = routing.imbalance()
         self.metrics = {"imbalance": before, "balance_imbalance": after}
         if self._tracked_layers:
@@ -231,15 +243,22 @@ class SequenceBalancer:
             raise ConfigurationError("there is no plan; call plan_routing first")
         return self._step
 
-    def _make_bag_group(self) -> dist.ProcessGroup | None:
-        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs."""
-        if not dist.is_initialized():
-            return None
-        sizes = self.topology.bag_sizes * (dist.get_world_size() // self.topology.num_ranks)
-        ends = list(accumulate(sizes))
-        assert dist.group.WORLD is not None
-        group = subgroup(dist.group.WORLD, [range(end - size, end) for size, end in zip(sizes, ends, strict=True)])
-        return None if len(self._bag_ranks) == 1 else group
+    def _make_bag_group(self) -> BalancingGroup:
+        """A group of the bag's own: bags of one rank issue no collective, and callers may skip theirs.
+
+        Every rank of the world calls it.
+        """
+        rank, size, offset = self.group.rank - self._bag_ranks.start, len(self._bag_ranks), self._bag_ranks.start
+        data = control = None
+        if dist.is_initialized():
+            sizes = self.topology.bag_sizes * (dist.get_world_size() // self.topology.num_ranks)
+            parts = [range(end - n, end) for n, end in zip(sizes, accumulate(sizes), strict=True)]
+            assert dist.group.WORLD is not None
+            data = subgroup(dist.group.WORLD, parts, timeout=self.group.timeout)
+            control = subgroup(dist.group.WORLD, parts, "gloo", self.group.timeout)
+        if size == 1:
+            data = control = None
+        return BalancingGroup(data, control, rank, size, offset, self.group.device, self.group.timeout)
 
     def _plan(self, local_seq_lens: Any, token_dim: int) -> tuple[Plan, Lengths]:
         configuration = {"version": __version__, "bags": str(self.topology), "gamma": self.gamma, "width": token_dim}
@@ -257,9 +276,12 @@ class SequenceBalancer:
         self, rows: Tensor, features: Sequence[Tensor] | None, *, reverse: bool
     ) -> tuple[Tensor, list[Tensor] | None]:
         """One all-to-all for each tensor, all of them under way at once."""
-        tensors = [rows, *(features or [])]
-        channel, step = Channel.over(self.group.data, self.group.rank), self._current
-        pending = [start([x.reshape(len(x), _width(x))], step.route(x, reverse), channel) for x in tensors]
+        tensors, step = [rows, *(features or [])], self._current
+        routes, what = [step.route(x, reverse) for x in tensors], "reverse_route" if reverse else "route"
+        pending = [
+            start([x.reshape(len(x), _width(x))], route, self._channel, step.calls, what)
+            for x, route in zip(tensors, routes, strict=True)
+        ]
         moved = [finish(p)[0].view(-1, *x.shape[1:]) for p, x in zip(pending, tensors, strict=True)]
         return moved[0], None if features is None else moved[1:]
 
@@ -268,15 +290,16 @@ class SequenceBalancer:
         num_ranks = len(self._bag_ranks)
         if num_ranks == 1:
             return tuple(tensors)
-        pending = []
+        pending, step, what = [], self._current, "post_attn" if reverse else "pre_attn"
         for x in tensors:
             heads = x.shape[1] if reverse else split_evenly(x.shape[1], num_ranks)
-            forward = self._current.head_route(self._bag, self._bag_channel.rank, heads, x.device)
+            forward = step.head_route(self._bag, self._bag_channel.rank, heads, x.device)
             route = forward.reversed if reverse else forward
-            rows = route.num_in // x.shape[1]
+            rows, units = route.num_in // x.shape[1], (x.shape[0] * x.shape[1], x.shape[2])
             if len(x) != rows:
-                raise LengthsError(f"rank {self.this_gpu_id}: expected {rows} rows of attention, got {tuple(x.shape)}")
-            pending.append(start([x.reshape(x.shape[0] * x.shape[1], x.shape[2])], route, self._bag_channel))
+                wrong = f"rank {self.this_gpu_id}: expected {rows} rows of attention, got {tuple(x.shape)}"
+                raise told(step.bag_calls, LengthsError(wrong))
+            pending.append(start([x.reshape(units)], route, self._bag_channel, step.bag_calls, what))
         heads_after = [x.shape[1] * num_ranks if reverse else x.shape[1] // num_ranks for x in tensors]
         return tuple(
             finish(p)[0].view(-1, n, x.shape[2]) for p, n, x in zip(pending, heads_after, tensors, strict=True)
@@ -290,8 +313,13 @@ class SequenceBalancer:
 class _Step:
     """One plan, and the routes that were made for it."""
 
-    def __init__(self, rank: int, plan: Plan, lengths: Lengths, routing: RoutingPlan) -> None:
-        self.rank, self.plan, self.lengths, self.routing = rank, plan, lengths, routing
+    def __init__(
+        self, group: BalancingGroup, bag: BalancingGroup, plan: Plan, lengths: Lengths, routing: RoutingPlan
+    ) -> None:
+        self.rank, self.plan, self.lengths, self.routing = group.rank, plan, lengths, routing
+        everyone = np.zeros(bag.size, np.int64), np.arange(bag.size)
+        self.calls = None if group.calls is None else StepCalls(group.calls, 0, partial(links_of, plan, lengths))
+        self.bag_calls = None if bag.calls is None else StepCalls(bag.calls, 0, lambda: everyone)
         self._routes: dict[Any, Route] = {}
 
     def route(self, x: Tensor, reverse: bool) -> AnyRoute:
@@ -304,7 +332,8 @@ class _Step:
             self._routes[key] = Route.of(token_exchange(self.plan, self.lengths, tokens, self.rank), x.device)
         route = self._routes[key].reversed if reverse else self._routes[key]
         if x.shape[0] != route.num_in:
-            raise LengthsError(f"rank {self.rank}: expected {route.num_in} rows, got shape {tuple(x.shape)}")
+            wrong = f"rank {self.rank}: expected {route.num_in} rows, got shape {tuple(x.shape)}"
+            raise told(self.calls, LengthsError(wrong))
         return route
 
     def head_route(self, bag: int, rank: int, heads: int, device: torch.device) -> Route:
@@ -326,6 +355,13 @@ class _Step:
             )
             self._routes[key] = Route.of(schedule, device)
         return self._routes[key]
+
+
+def told(calls: StepCalls | None, error: KnapFormerError) -> KnapFormerError:
+    """The error, of which the ranks that wait for this one are told."""
+    if calls is not None:
+        calls.failed(error)
+    return error
 
 
 def _width(x: Tensor) -> int:

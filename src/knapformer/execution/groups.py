@@ -7,7 +7,7 @@ a step that runs meanwhile.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
@@ -87,6 +87,7 @@ class BalancingGroup:
         size: int | None = None,
         error: KnapFormerError | None = None,
         timeout: timedelta | None = None,
+        configuration: Mapping[str, Any] | None = None,
     ) -> BalancingGroup:
         """Make the groups. Every rank of ``group`` calls it, once, in the same order as other group creations.
 
@@ -95,11 +96,12 @@ class BalancingGroup:
             size: ranks of a balancing group, where several of them share ``group``; consecutive ranks belong together.
             error: what is wrong with this rank's configuration; then ``size`` may be anything.
             timeout: see ``knapformer.Balancer``.
+            configuration: what else all ranks of ``group`` must have in common.
 
         Raises:
             ConfigurationError: ``group`` is not a multiple of ``size``.
             KnapFormerError: ``error`` of the lowest rank that has one; on all ranks.
-            DisagreementError: ranks have other sizes; on all ranks.
+            DisagreementError: ranks have other sizes, or another configuration; on all ranks.
         """
         if not (dist.is_available() and dist.is_initialized()):
             if error is not None:
@@ -113,15 +115,17 @@ class BalancingGroup:
         timeout = _default_timeout() if timeout is None else timeout
         control = subgroup(data, [range(world_size)], "gloo", timeout)
         everyone = cls(data, control, rank, world_size, 0, device or torch.device("cpu"), timeout)
-        return everyone._part(size, error)
+        return everyone._part(size, error, configuration or {})
 
-    def _part(self, size: int | None, error: KnapFormerError | None) -> BalancingGroup:
+    def _part(
+        self, size: int | None, error: KnapFormerError | None, configuration: Mapping[str, Any]
+    ) -> BalancingGroup:
         """The balancing group of this rank, where all ranks of this group agree on its size."""
         try:
             size = _check_multiple(self.size, size)
         except ConfigurationError as wrong_size:
             size, error = 0, error or wrong_size
-        agree(self, {"ranks_in_a_balancing_group": size}, [], error)
+        agree(self, {"ranks_in_a_balancing_group": size, **configuration}, [], error)
         assert self.data is not None
         if size == self.size:
             return replace(self, data=self._connected())
