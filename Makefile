@@ -1,5 +1,6 @@
 # make demo    train with and without balancing, and compare
 # make test    all tests
+# make laws    the laws of plans on 10,000 random steps instead of 2,000
 # make soak    ten minutes of random balanced steps against unbalanced ones
 # make trust   docs/trust.md, from the newest results in benchmarks/
 # make check   formatting, lint, types
@@ -14,13 +15,16 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard csrc/*.cpp c
 # One thread per process: ranks share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: demo test soak trust check bench clean
+.PHONY: demo test laws soak trust check bench clean
 
 demo: $(INSTALLED)
 	$(BIN)/knapformer demo
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+laws: $(INSTALLED)
+	$(BIN)/python -m pytest tests/plans -k laws --law-cases 10000
 
 soak: $(INSTALLED)
 	$(BIN)/python scripts/soak.py

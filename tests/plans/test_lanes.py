@@ -10,7 +10,7 @@ from dataclasses import replace
 import judge_plan
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from plan_cases import random_plan, random_ranks
 from planner_cases import Case, judge, random_case
@@ -71,7 +71,7 @@ def test_refuses_what_is_no_lane():
             make_plan([[4]], lanes=lanes)
 
 
-@settings(max_examples=3_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings.get_profile("laws")
 @given(st.integers(0, 2**32 - 1))
 def test_the_laws_hold_on_random_steps(seed: int) -> None:
     """Each token and head once, caps, the judge's figure, the bound, and never worse than home."""

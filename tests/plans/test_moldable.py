@@ -12,7 +12,7 @@ from typing import Any
 import judge_plan
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from planner_cases import Case, judge, random_case
 
@@ -57,7 +57,7 @@ def plan_of(case: Case) -> Plan:
     return make_plan(case.lengths, cost=case.cost, max_tokens_per_rank=case.caps)
 
 
-@settings(max_examples=10_000, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+@settings.get_profile("laws")
 @given(st.integers(0, 2**32 - 1))
 def test_the_laws_hold_on_random_steps(seed: int) -> None:
     case = random_case(seed)
