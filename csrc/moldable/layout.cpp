@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <set>
+#include <utility>
 
 namespace knapformer {
 namespace {
@@ -34,6 +36,7 @@ class FreeRanks {
       std::stable_sort(node.begin(), node.end(), [&](int32_t a, int32_t b) { return problem.speeds[a] > problem.speeds[b]; });
     }
     left_ = problem.num_ranks;
+    for (size_t n = 0; n < nodes_.size(); ++n) by_left_.insert({nodes_[n].size(), n});
   }
 
   int32_t left() const { return left_; }
@@ -48,7 +51,7 @@ class FreeRanks {
 
   std::vector<int32_t> take(int32_t count) {
     std::vector<int32_t> ranks;
-    for (int32_t parts = 1; parts <= static_cast<int32_t>(nodes_.size()); ++parts) {
+    for (int32_t parts = 1; parts <= std::min(count, static_cast<int32_t>(nodes_.size())); ++parts) {
       if (take_parts(count, parts, ranks)) return ranks;
     }
     return take_scattered(count);
@@ -56,13 +59,9 @@ class FreeRanks {
 
  private:
   bool take_one(int32_t count, std::vector<int32_t>& ranks) {
-    size_t best = nodes_.size();
-    for (size_t n = 0; n < nodes_.size(); ++n) {
-      const size_t left = nodes_[n].size();
-      if (left >= static_cast<size_t>(count) && (best == nodes_.size() || left < nodes_[best].size())) best = n;
-    }
-    if (best == nodes_.size()) return false;
-    move_out(best, count, ranks);
+    const auto best = by_left_.lower_bound({static_cast<size_t>(count), 0});
+    if (best == by_left_.end()) return false;
+    move_out(best->second, count, ranks);
     return true;
   }
 
@@ -71,14 +70,11 @@ class FreeRanks {
     if (parts == 1) return take_one(count, ranks);
     const int32_t share = (count + parts - 1) / parts;
     std::vector<size_t> fitting;
-    for (size_t n = 0; n < nodes_.size(); ++n) {
-      if (static_cast<int32_t>(nodes_[n].size()) >= share) fitting.push_back(n);
+    for (auto at = by_left_.lower_bound({static_cast<size_t>(share), 0}); at != by_left_.end(); ++at) {
+      fitting.push_back(at->second);
+      if (static_cast<int32_t>(fitting.size()) == parts) break;
     }
     if (static_cast<int32_t>(fitting.size()) < parts) return false;
-    const auto fewer_left = [&](size_t a, size_t b) {
-      return nodes_[a].size() != nodes_[b].size() ? nodes_[a].size() < nodes_[b].size() : a < b;
-    };
-    std::partial_sort(fitting.begin(), fitting.begin() + parts, fitting.end(), fewer_left);
     for (int32_t k = 0; k < parts; ++k) {
       move_out(fitting[k], count * (k + 1) / parts - count * k / parts, ranks);
     }
@@ -88,9 +84,7 @@ class FreeRanks {
   std::vector<int32_t> take_scattered(int32_t count) {
     std::vector<int32_t> ranks;
     while (count > 0) {
-      const auto n = static_cast<size_t>(
-          std::max_element(nodes_.begin(), nodes_.end(), [](const auto& a, const auto& b) { return a.size() < b.size(); }) -
-          nodes_.begin());
+      const size_t n = by_left_.lower_bound({by_left_.rbegin()->first, 0})->second;
       const auto part = std::min(count, static_cast<int32_t>(nodes_[n].size()));
       move_out(n, part, ranks);
       count -= part;
@@ -100,40 +94,60 @@ class FreeRanks {
 
   void move_out(size_t node, int32_t count, std::vector<int32_t>& ranks) {
     auto& from = nodes_[node];
+    by_left_.erase({from.size(), node});
+    by_left_.insert({from.size() - static_cast<size_t>(count), node});
     ranks.insert(ranks.end(), from.begin(), from.begin() + count);
     from.erase(from.begin(), from.begin() + count);
     left_ -= count;
   }
 
   std::vector<std::vector<int32_t>> nodes_;
+  std::set<std::pair<size_t, size_t>> by_left_;  // ranks left in a node, and the node
   int32_t left_ = 0;
   size_t first_ = 0;  // no node before it has any left
 };
 
-// The group whose work per rank stays lowest. Groups that have room for the tokens go before those that have not.
-void join_lowest(const Problem& problem, std::vector<Group>& groups, int32_t sequence) {
-  size_t best = 0;
-  double lowest = std::numeric_limits<double>::infinity();
-  bool best_fits = false;
-  for (size_t k = 0; k < groups.size(); ++k) {
-    double work = problem.work_s[sequence], speed = 0.0;
-    int64_t room = -problem.lengths[sequence];
-    for (int32_t s : groups[k].anchors) {
-      work += problem.work_s[s];
-      room -= problem.lengths[s];
+// Which group a further anchor joins: that whose work per rank stays lowest. Groups that have room for the tokens go before those that
+// have not.
+class Joining {
+ public:
+  Joining(const Problem& problem, std::vector<Group>& groups) : p_(problem), groups_(groups) {
+    for (const auto& group : groups) {
+      int64_t room = 0;
+      double speed = 0.0;
+      for (int32_t s : group.anchors) room -= p_.lengths[s];
+      for (int32_t r : group.ranks) {
+        room += p_.max_tokens[r];
+        speed += p_.speeds[r];
+      }
+      room_.push_back(room);
+      speed_.push_back(speed);
     }
-    for (int32_t r : groups[k].ranks) {
-      speed += problem.speeds[r];
-      room += problem.max_tokens[r];
-    }
-    const bool fits = room >= 0;
-    if (fits < best_fits || (fits == best_fits && work / speed >= lowest)) continue;
-    best_fits = fits;
-    lowest = work / speed;
-    best = k;
   }
-  groups[best].anchors.push_back(sequence);
-}
+
+  void join(int32_t sequence) {
+    size_t best = 0;
+    double lowest = std::numeric_limits<double>::infinity();
+    bool best_fits = false;
+    for (size_t k = 0; k < groups_.size(); ++k) {
+      double work = p_.work_s[sequence];
+      for (int32_t s : groups_[k].anchors) work += p_.work_s[s];
+      const bool fits = room_[k] >= p_.lengths[sequence];
+      if (fits < best_fits || (fits == best_fits && work / speed_[k] >= lowest)) continue;
+      best_fits = fits;
+      lowest = work / speed_[k];
+      best = k;
+    }
+    groups_[best].anchors.push_back(sequence);
+    room_[best] -= p_.lengths[sequence];
+  }
+
+ private:
+  const Problem& p_;
+  std::vector<Group>& groups_;
+  std::vector<int64_t> room_;
+  std::vector<double> speed_;
+};
 
 }  // namespace
 
@@ -184,7 +198,8 @@ std::vector<Group> lay_out(const Problem& problem, std::vector<AnchorSize> sizes
   std::sort(joining.begin(), joining.end(), [&](int32_t a, int32_t b) {
     return problem.work_s[a] != problem.work_s[b] ? problem.work_s[a] > problem.work_s[b] : a < b;
   });
-  for (int32_t s : joining) join_lowest(problem, groups, s);
+  Joining lowest(problem, groups);
+  for (int32_t s : joining) lowest.join(s);
   for (auto& group : groups) {
     if (group.ranks.size() < 2) continue;
     std::sort(group.ranks.begin(), group.ranks.end(), [&](int32_t a, int32_t b) {

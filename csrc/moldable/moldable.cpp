@@ -10,6 +10,7 @@
 #include "moldable/moldable.hpp"
 
 #include <algorithm>
+#include <numeric>
 #include <optional>
 
 #include "bounds.hpp"
@@ -22,6 +23,8 @@ namespace knapformer {
 namespace {
 
 constexpr double kFarOff = 1.04;      // over the tight bound: then fewer ranks are tried
+constexpr int32_t kManyRanks = 1024;  // above, few counts of ranks are tried: they gain less and cost more
+constexpr int32_t kTriedRanks = 4096;  // ranks of those tries together, but one try at least
 constexpr double kGoodEnough = 1e-4;  // relative distance from the lower bound at which whole sequences are left alone
 
 class Contest {
@@ -82,7 +85,7 @@ double heaviest_alone_s(const Problem& problem) {
 
 // A makespan that even splits over at least `size` ranks each cannot beat. It is the work and the communication of every sequence
 // that has a token for each of those ranks: q, k, v and output of the heads that its tokens' ranks do not compute. Equal parts are
-// rounded down to whole tokens, which the bound allows for.
+// rounded down to whole tokens, which the bound allows for. Of more ranks than there are heads, some compute no attention.
 double even_split_bound_s(const Problem& problem, int32_t size) {
   const double g = size;
   double bytes = 0.0;
@@ -93,7 +96,10 @@ double even_split_bound_s(const Problem& problem, int32_t size) {
   }
   const double slowest = *std::min_element(problem.speeds.begin(), problem.speeds.end());
   const double link = std::max(problem.intra_bytes_per_s, problem.inter_bytes_per_s);
-  return (problem.total_work_s + slowest * problem.communication_scale * bytes / link) / problem.total_speed;
+  const double fastest = *std::max_element(problem.speeds.begin(), problem.speeds.end());
+  const double attention_s = std::accumulate(problem.attention_s.begin(), problem.attention_s.end(), 0.0);
+  return std::max((problem.total_work_s + slowest * problem.communication_scale * bytes / link) / problem.total_speed,
+                  attention_s * std::max(1.0, g / problem.num_heads) / (problem.num_ranks * fastest));
 }
 
 double home_makespan_s(const Problem& problem) {
@@ -155,11 +161,12 @@ void compete(const Problem& problem, Contest& contest) {
   enter_others(problem, contest);
 }
 
-// N less 1, 2, 4, ... ranks, down to N / 2, then N / 4, N / 8, ...
+// N less 1, 2, 4, ... ranks, down to N / 2, then N / 4, N / 8, ...; the first of these only where N is large.
 std::vector<int32_t> fewer_counts(int32_t num_ranks) {
   std::vector<int32_t> counts;
   for (int32_t less = 1; 2 * less < num_ranks; less *= 2) counts.push_back(num_ranks - less);
   for (int32_t count = num_ranks / 2; count > 0; count /= 2) counts.push_back(count);
+  if (num_ranks > kManyRanks) counts.resize(std::min<size_t>(counts.size(), std::max(1, kTriedRanks / num_ranks)));
   return counts;
 }
 
