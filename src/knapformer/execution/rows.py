@@ -282,4 +282,7 @@ def _shared(table: Tensor, index: RowIndex) -> Iterator[tuple[Run, Tensor]]:
 
 
 def _row_index(index: Tensor | RowIndex) -> RowIndex:
-    return index if isinstance(index, RowIndex) else RowIndex(index)
+    """Without runs in compiled code, which has no use for them and would be compiled anew for other ones."""
+    if isinstance(index, RowIndex):
+        return RowIndex(index.rows) if torch.compiler.is_compiling() else index
+    return RowIndex(index)

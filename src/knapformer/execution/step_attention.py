@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ from knapformer.errors import KnapFormerError
 from knapformer.execution.attend import BalancedAttention, as_one_dtype, check_heads
 from knapformer.execution.calls import StepCalls
 from knapformer.execution.devices import outliving
+from knapformer.execution.operator import attend, handle_of
 from knapformer.execution.transport import Channel
 from knapformer.execution.turns import Turns, take_turns
 from knapformer.plans.plan import Plan
@@ -25,7 +26,10 @@ class LaneAttention:
 
     Attributes:
         num_rows: packed rows of the lane on this rank.
+        handle: of the attention of all lanes, for compiled blocks.
     """
+
+    handle: Tensor
 
     def __init__(
         self,
@@ -54,6 +58,15 @@ class LaneAttention:
             attention = self.made(q.shape[1], k.shape[1], q.device)
             attention.check_causal(causal)
         return (yield from attention.turns(q, k, v, scale=scale, causal=causal))
+
+    def together(self, lanes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """Attention of all lanes at once, for compiled blocks: q, k and v of each to the result of each.
+
+        Lanes take turns inside the attention only.
+        """
+        q, k, v = (torch.cat(parts) for parts in zip(*lanes, strict=True))
+        out = attend(q, k, v, self.handle, scale=None, causal=False)
+        return list(out.split([own.shape[0] for own, _, _ in lanes]))
 
     def made(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
         """For all layers with these heads; made when first used."""
@@ -85,6 +98,9 @@ class StepAttention:
 
     def __init__(self, lanes: tuple[LaneAttention, ...], rank: int, calls: StepCalls | None) -> None:
         self.lanes, self._rank, self._calls = lanes, rank, calls
+        self.handle = handle_of(self)
+        for lane in lanes:
+            lane.handle = self.handle
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """Attention of each sequence to itself, wherever its tokens are. Every rank calls it for every layer.
@@ -105,6 +121,8 @@ class StepAttention:
             DisagreementError: ranks differ in dtype, width, heads, scale, causal, in whether gradients are needed, or
                 in which call this is; on all ranks.
         """
+        if torch.compiler.is_compiling():
+            return attend(q, k, v, self.handle, scale=scale, causal=causal)
         if len(self.lanes) == 1:
             return take_turns([self.lanes[0].turns(q, k, v, scale=scale, causal=causal)])[0]
         counts = [lane.num_rows for lane in self.lanes]

@@ -67,6 +67,15 @@ def in_turns(
         attended = place.attention(rotate(q, place.rotation), rotate(k, place.rotation), v)
         return [after(0, rearrange(attended, "t h d -> t (h d)"), kept)]
 
+    if torch.compiler.is_compiling():
+        projected = [before(i) for i in range(len(places))]
+        rotated = [
+            (rotate(own.q, place.rotation), rotate(own.k, place.rotation), own.v)
+            for own, place in zip(projected, places, strict=True)
+        ]
+        attended = places[0].attention.together(rotated)
+        return [after(i, attended[i].flatten(1), own.kept) for i, own in enumerate(projected)]
+
     def lane(i: int) -> Turns[T]:
         q, k, v, kept = before(i)
         rotation = places[i].rotation
@@ -76,9 +85,9 @@ def in_turns(
     return take_turns([lane(i) for i in range(len(places))])
 
 
-def cut(x: Tensor, counts: Sequence[int]) -> list[Tensor]:
+def cut(x: Tensor, counts: Sequence[int]) -> tuple[Tensor, ...]:
     """The rows of each lane; copies, because FSDP2 warns of a block that gives back a view."""
-    return [part.clone() for part in x.split(list(counts))] if len(counts) > 1 else [x]
+    return tuple(part.clone() for part in x.split(list(counts))) if len(counts) > 1 else (x,)
 
 
 def join(lanes: Sequence[Tensor]) -> Tensor:

@@ -25,8 +25,8 @@ from knapformer.models.layers import (
 from knapformer.models.rope import rotations
 from knapformer.streams import StreamIndex
 
-Tensors = Sequence[Tensor]
-"""One of each lane."""
+Tensors = tuple[Tensor, ...]
+"""One of each lane. A compiled block takes tuples and lists for different things."""
 
 
 class TokenIndex(NamedTuple):
@@ -201,10 +201,10 @@ class MMDiT(nn.Module):
         for block in self.double_blocks:
             texts, visuals = block(texts, visuals, conditioning, places)
         if config.num_single_blocks:
-            packed = [place.streams.merge(*x) for place, *x in zip(places, texts, visuals, strict=True)]
+            packed = tuple(place.streams.merge(*x) for place, *x in zip(places, texts, visuals, strict=True))
             for block in self.single_blocks:
                 packed = block(packed, conditioning, places)
-            visuals = [place.streams.split(x)[1] for place, x in zip(places, packed, strict=True)]
+            visuals = tuple(place.streams.split(x)[1] for place, x in zip(places, packed, strict=True))
         return join(
             [self.output(layer_norm(x), conditioning, p.rows.visual) for x, p in zip(visuals, places, strict=True)]
         )
