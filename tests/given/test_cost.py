@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from knapformer.errors import ConfigurationError
-from knapformer.given.cost import CostModel, Machine, PackSample, fit
+from knapformer.given.cost import CostModel, Fit, Machine, PackSample, fit
 from knapformer.plans.planners import evaluate, make_plan
 
 
@@ -55,7 +55,21 @@ def test_a_fit_finds_the_formula():
     assert found.mape_on([PackSample((10, 20), 2 * found.predict_s([10, 20]))]) == pytest.approx(0.5)
 
 
-@pytest.mark.parametrize("term", range(3))
+def test_a_fit_always_has_a_speed():
+    """Noisy times whose non-negative optimum has no linear term: a cost model needs one all the same."""
+    exact = packs(4e-3, 1e-9, 3e-9)
+    noise = [1.1, 1.1, 0.95, 0.9, 1.05, 0.9, 1.05, 0.95]
+    samples = [PackSample(s.lengths_tokens, s.seconds * factor) for s, factor in zip(exact, noise, strict=True)]
+    rows = np.asarray([(1, sum(s.lengths_tokens), sum(n * n for n in s.lengths_tokens)) for s in samples])
+    seconds = np.asarray([s.seconds for s in samples])
+    least_squares = np.linalg.lstsq(rows / seconds[:, None], np.ones(len(samples)), rcond=None)[0]
+    assert least_squares[1] < 0 < min(least_squares[0], least_squares[2])  # the case is what it claims to be
+    found = fit(samples)
+    assert found.s_per_token > 0 and min(found.t0_s, found.s_per_pair) >= 0
+    assert found.to_cost(CostModel(hidden=64, num_heads=4)).linear_s_per_token == pytest.approx(found.s_per_token)
+
+
+@pytest.mark.parametrize("term", [0, 2])
 def test_no_term_of_a_fit_is_negative(term):
     """Times that only a negative term would give exactly: it becomes 0, and the others are refitted."""
     exact = [1e-3, 2e-6, 3e-9]
@@ -104,4 +118,4 @@ def test_a_fit_gives_speed_and_gamma_of_a_layers_pass():
     assert cost.linear_s_per_token == pytest.approx(2e-6 / 6)
     assert float(cost.attention_s([1])[0]) == pytest.approx(3e-9 / 6)
     with pytest.raises(ConfigurationError, match="no linear term"):
-        fit(packs(1e-3, 0.0, 3e-9)).to_cost(template)
+        Fit(1e-3, 0.0, 3e-9, r2=1.0, mape=0.0).to_cost(template)

@@ -289,7 +289,9 @@ def fit(samples: Sequence[PackSample]) -> Fit:
     """Fit the three-term model to measured packs by non-negative least squares on relative errors.
 
     With three unknowns the non-negative optimum is found exactly by trying each subset of terms (an optimum is an
-    unconstrained optimum over its own support). Rows are divided by the measured time, so that short packs count.
+    unconstrained optimum over its own support). Only subsets with the linear term are tried: a cost model without it
+    would have ranks of endless speed, and a few noisy times can look like one. Rows are divided by the measured time,
+    so that short packs count.
 
     Raises:
         ConfigurationError: fewer than four samples.
@@ -301,7 +303,7 @@ def fit(samples: Sequence[PackSample]) -> Fit:
     rows = np.asarray(sums) / seconds[:, None]
     scale = np.maximum(rows.max(axis=0), np.finfo(float).tiny)
     best, best_error = np.zeros(3), np.inf
-    for support in (list(c) for size in (1, 2, 3) for c in combinations(range(3), size)):
+    for support in ([1, *others] for size in range(3) for others in combinations((0, 2), size)):
         solution = np.linalg.lstsq(rows[:, support] / scale[support], np.ones(len(samples)), rcond=None)[0]
         error = float(((rows[:, support] / scale[support]) @ solution - 1.0).__pow__(2).sum())
         if (solution >= 0).all() and error < best_error:

@@ -94,9 +94,6 @@ def calibrate(
         packs: those to fit and those to test.
         repeats: measurements of each pack.
         on_pack: called after each measurement.
-
-    Raises:
-        ConfigurationError: the times give no linear term.
     """
     began = time.perf_counter()
     fitted, tested = packs
