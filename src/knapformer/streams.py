@@ -121,7 +121,7 @@ class StreamIndex(NamedTuple):
     def split_rows(self, index: RowIndex) -> tuple[RowIndex, RowIndex]:
         """Which row of a table each text token takes, and each visual token, from the same for packed tokens."""
         text, visual = (index.rows.index_select(0, tokens) for tokens in (self.text, self.visual))
-        if index.runs is None:
+        if torch.compiler.is_compiling() or index.runs is None:
             return RowIndex(text), RowIndex(visual)
         rows, counts = np.concatenate([run.table() for run in index.runs] or [np.zeros((2, 0), np.int64)], axis=1)
         edges = np.cumsum([0, *self.runs])

@@ -16,6 +16,7 @@ from knapformer.adapters.family import Family, check_sources, check_structure
 from knapformer.adapters.packing import Batch
 from knapformer.adapters.wrappers import check_own_forward, reaches, unwrapped
 from knapformer.errors import ConfigurationError
+from knapformer.execution.compiling import any_number_of_rows, refuse_whole_model
 from knapformer.given.cost import CostModel
 
 FAMILIES = {
@@ -243,10 +244,19 @@ def _forward(self: Any, *inputs: Any, step: Any = None, **named_inputs: Any) -> 
     if STATE not in self.__dict__:  # unbalanced, under a wrapper that holds on to this forward
         return type(self).forward(self, *inputs, **named_inputs)
     state = _state_of(self)
+    refuse_whole_model(type(self).__name__, _compile_line(self))
     call, batch, step = _open(self, state, inputs, named_inputs, step)
-    rows: Tensor = state.family.compute(self, batch, step)
+    with any_number_of_rows():
+        rows: Tensor = state.family.compute(self, batch, step)
     rows = step.restore(rows) if state.family.stream is None else step.restore(rows, stream=state.family.stream)
     return call.output(rows, batch, self.config)
+
+
+def _compile_line(transformer: Any) -> str:
+    """What compiles its blocks; diffusers has a method where the class names them."""
+    if getattr(transformer, "_repeated_blocks", None):
+        return "transformer.compile_repeated_blocks(fullgraph=True, dynamic=True)"
+    return "for block in transformer.transformer_blocks: block.compile(fullgraph=True, dynamic=True)"
 
 
 def _open(transformer: Any, state: Balanced, inputs: Any, named_inputs: Any, step: Any) -> tuple[Call, Batch, Any]:

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from diffusers.models.attention_processor import Attention, AttnProcessor2_0
 from diffusers.models.embeddings import apply_rotary_emb, get_1d_rotary_pos_embed
@@ -42,7 +42,6 @@ from knapformer.adapters.packing import (
     device_of,
     float_dtype,
     grid_ids,
-    offsets,
     patchify,
     real_text,
     run_block,
@@ -50,7 +49,8 @@ from knapformer.adapters.packing import (
     stack_rows,
     stack_vectors,
 )
-from knapformer.execution.kernels import varlen_attention
+from knapformer.execution.devices import to_device
+from knapformer.execution.local_attention import LocalAttention
 from knapformer.execution.rows import RowIndex, add_gated, mean_by_row
 from knapformer.given.cost import CostModel
 
@@ -104,7 +104,8 @@ def _unpatchify(rows: Tensor, grids: Sequence[Sequence[int]], patch: Sequence[in
 def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     """The model on packed tokens: (T_visual, patch · out_channels)."""
     tensors, config = batch.tensors, model.config
-    text = model.context_embedder(tensors["text"], tensors["vectors"][:, 0], offsets(batch.lengths["text"]))
+    text_rows = TextRows.of(batch.lengths["text"], tensors["text"].device)
+    text = model.context_embedder(tensors["text"], tensors["vectors"][:, 0], text_rows)
     routed = step.route_batch(
         streams={"text": [text], "visual": (tensors["visual"], tensors["ids"])}, conditioning=[tensors["vectors"]]
     )
@@ -149,36 +150,48 @@ def _rotation(rope: Any, ids: Tensor, packed: Packed) -> Any:
     return layers.rotation(packed.merge(still[0], cos), packed.merge(still[1], sin))
 
 
-def refine_text(self: Any, text: Tensor, timestep: Tensor, text_offsets: list[int]) -> Tensor:
+class TextRows(NamedTuple):
+    """The text rows of this rank's samples: (T_text,) whose each is, (S,) how many each has, and their attention."""
+
+    rows: RowIndex
+    counts: Tensor
+    attention: LocalAttention
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> TextRows:
+        """Samples of so many rows."""
+        counts = to_device(np.asarray(lengths, np.int64), device)
+        return cls(RowIndex.from_counts(lengths, device=device), counts, LocalAttention(lengths))
+
+
+def refine_text(self: Any, text: Tensor, timestep: Tensor, text_rows: TextRows) -> Tensor:
     """HunyuanVideoTokenRefiner on the text rows (T_text, C) of this rank's samples, with their timesteps (S,)."""
-    counts = [b - a for a, b in pairwise(text_offsets)]
-    index = RowIndex.from_counts(counts, device=text.device)
-    pooled = mean_by_row(text, index, counts)
+    pooled = mean_by_row(text, text_rows.rows, text_rows.counts)
     temb = self.time_text_embed(timestep, pooled.to(text.dtype))
-    refined: Tensor = self.token_refiner(self.proj_in(text), temb, index, text_offsets)
+    refined: Tensor = self.token_refiner(self.proj_in(text), temb, text_rows)
     return refined
 
 
-def run_refiner(self: Any, x: Tensor, temb: Tensor, index: RowIndex, text_offsets: list[int]) -> Tensor:
+def run_refiner(self: Any, x: Tensor, temb: Tensor, text_rows: TextRows) -> Tensor:
     """HunyuanVideoIndividualTokenRefiner."""
     for block in self.refiner_blocks:
-        x = block(x, temb, index, text_offsets)
+        x = block(x, temb, text_rows)
     return x
 
 
-def refiner_block(self: Any, x: Tensor, temb: Tensor, index: RowIndex, text_offsets: list[int]) -> Tensor:
+def refiner_block(self: Any, x: Tensor, temb: Tensor, text_rows: TextRows) -> Tensor:
     """HunyuanVideoIndividualTokenRefinerBlock."""
     gate, mlp_gate = (part.squeeze(1) for part in self.norm_out(temb))
-    x = add_gated(x, self.attn(self.norm1(x), None, text_offsets), gate, index)
-    return add_gated(x, self.ff(self.norm2(x)), mlp_gate, index)
+    x = add_gated(x, self.attn(self.norm1(x), None, text_rows), gate, text_rows.rows)
+    return add_gated(x, self.ff(self.norm2(x)), mlp_gate, text_rows.rows)
 
 
-def attention(self: Any, x: Tensor, text: Tensor | None, packed: Packed | list[int]) -> Any:
-    """Attention of the blocks, or of the refiner, which passes text offsets."""
+def attention(self: Any, x: Tensor, text: Tensor | None, packed: Packed | TextRows) -> Any:
+    """Attention of the blocks, or of the refiner, which passes text rows."""
     if isinstance(packed, Packed):
         return layers.attention(self, x, text, packed)
     q, k, v = layers.project(self, x)
-    out = varlen_attention(q.to(v.dtype), k.to(v.dtype), v, packed, packed).flatten(1)
+    out = packed.attention(q.to(v.dtype), k.to(v.dtype), v).flatten(1)
     for layer in self.to_out:
         out = layer(out)
     return out

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.nn import functional
 
 from knapformer.adapters.packing import Packed, Rotate
-from knapformer.execution.kernels import varlen_attention
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 
 HALF_MAX = 65504
@@ -108,9 +107,8 @@ def visual_attention(attn: Any, x: Tensor, packed: Packed) -> Tensor:
     softmax weight is exactly 0. Heads are widened by 8 channels (kernels want multiples of 8).
     """
     q, k, v = project(attn, x)
-    if packed.visual_offsets is not None:
-        cu = packed.visual_offsets
-        return _project_out(attn, varlen_attention(q.to(v.dtype), k.to(v.dtype), v, cu, cu).flatten(1))
+    if packed.visual_attention is not None:
+        return _project_out(attn, packed.visual_attention(q.to(v.dtype), k.to(v.dtype), v).flatten(1))
     scale = q.shape[-1] ** -0.5
     num_text = packed.text.rows.shape[0]
     flag = q.new_zeros(8)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
-from knapformer.execution.kernels import Offsets
+from knapformer.execution.local_attention import LocalAttention
 from knapformer.execution.rows import RowIndex
 from knapformer.models import StreamIndex
 
@@ -49,22 +49,21 @@ class Packed:
         visual: the same for the visual tokens (T_visual,); it may point past the sequences' own rows.
         rotate: (T, H, D) queries or keys to rotated ones; None where the model does not rotate.
         num_sequences: conditioning rows of the sequences themselves.
-        visual_offsets: where each sequence's visual tokens start among themselves, for attention among these alone;
-            None where a plan splits any sequence, on all ranks alike.
-        context_offsets: (S + 1,) where the context of each local sequence starts, by name, for cross-attention.
+        visual_attention: of each sequence's visual tokens among themselves; None where a plan splits any sequence, on
+            all ranks alike.
+        contexts: cross-attention of each local sequence's tokens to its context, by name.
     """
 
     __slots__ = (
-        "context_offsets",
+        "contexts",
         "index",
         "num_sequences",
         "rotate",
         "step",
         "streams",
         "text",
-        "token_offsets",
         "visual",
-        "visual_offsets",
+        "visual_attention",
     )
 
     def __init__(self, step: Any, *, rotate: Rotate | None = None, has_streams: bool = True) -> None:
@@ -76,9 +75,8 @@ class Packed:
         self.text, self.visual = (
             (self.index, self.index) if self.streams is None else self.streams.split_rows(self.index)
         )
-        self.token_offsets = offsets(step.local_lengths)
-        self.visual_offsets: Offsets | None = None
-        self.context_offsets: dict[str, list[int]] = {}
+        self.visual_attention: LocalAttention | None = None
+        self.contexts: dict[str, LocalAttention] = {}
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q, k, v (T, H, D) of packed tokens, rotated where the model rotates, to (T, H·D)."""
@@ -97,14 +95,6 @@ class Packed:
         """(T, …) to (T_text, …) and (T_visual, …)."""
         assert self.streams is not None
         return self.streams.split(packed)
-
-
-def offsets(lengths: Sequence[int]) -> list[int]:
-    """(S,) lengths to (S + 1,) where each starts, and their sum."""
-    total = [0]
-    for length in lengths:
-        total.append(total[-1] + int(length))
-    return total
 
 
 def float_dtype(model: nn.Module) -> torch.dtype:

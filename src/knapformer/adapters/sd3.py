@@ -23,7 +23,6 @@ from knapformer.adapters.packing import (
     device_of,
     float_dtype,
     grid_ids,
-    offsets,
     patchify,
     real_text,
     run_block,
@@ -32,7 +31,7 @@ from knapformer.adapters.packing import (
     stack_vectors,
 )
 from knapformer.errors import ConfigurationError, LengthsError
-from knapformer.execution.kernels import Offsets
+from knapformer.execution.local_attention import LocalAttention
 from knapformer.execution.rows import add_gated
 from knapformer.given.cost import CostModel
 
@@ -104,7 +103,7 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     (vectors,) = routed.conditioning
     packed = Packed(step)
     if config.dual_attention_layers and not step.plan.is_split.any():
-        packed.visual_offsets = Offsets(offsets(packed.visual.counts), patches.device)
+        packed.visual_attention = LocalAttention(packed.visual.counts)
     patch = (config.in_channels, config.patch_size, config.patch_size)
     visual = model.pos_embed(patches.unflatten(1, patch), position.squeeze(1))
     temb = model.time_text_embed(vectors[:, 0], vectors[:, 1:].to(patches.dtype))

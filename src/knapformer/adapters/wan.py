@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from diffusers.models.normalization import FP32LayerNorm
 from diffusers.models.transformers.transformer_wan import (
@@ -31,7 +32,6 @@ from knapformer.adapters.packing import (
     device_of,
     float_dtype,
     grid_ids,
-    offsets,
     patchify,
     real_text,
     run_block,
@@ -40,7 +40,7 @@ from knapformer.adapters.packing import (
 )
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.devices import to_device
-from knapformer.execution.kernels import varlen_attention
+from knapformer.execution.local_attention import LocalAttention
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.given.cost import CostModel
 
@@ -130,10 +130,11 @@ def compute(model: Any, batch: Batch, step: Any) -> Tensor:
     patches, ids = routed.tokens
     named = {name: rows for name, (rows,) in routed.named.items()}
     packed = Packed(step, rotate=rotation(model.rope, ids), has_streams=False)
+    num_times = step.conditioning_lengths("timestep")
     for name in batch.conditioning:
-        packed.context_offsets[name] = offsets(step.conditioning_lengths(name))
-    first_time = to_device(torch.tensor(packed.context_offsets["timestep"][:-1], dtype=torch.int64), ids.device)
-    if any(count != 1 for count in step.conditioning_lengths("timestep")):
+        packed.contexts[name] = LocalAttention(step.local_lengths, step.conditioning_lengths(name))
+    if any(count != 1 for count in num_times):
+        first_time = to_device(np.cumsum([0, *num_times], dtype=np.int64)[:-1], ids.device)
         packed.visual = RowIndex(first_time.index_select(0, packed.index.rows) + ids[:, 3])
 
     x = model.patch_embedding(patches.unflatten(1, (config.in_channels, *config.patch_size))).flatten(1)
@@ -203,8 +204,7 @@ def _keys(attn: Any, rows_in: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 def _cross(q: Tensor, k: Tensor, v: Tensor, packed: Packed, name: str) -> Tensor:
     """Each sequence's tokens on this rank to its own context rows: (T, H·D)."""
-    out = varlen_attention(q.to(v.dtype), k.to(v.dtype), v, packed.token_offsets, packed.context_offsets[name])
-    return out.flatten(1)
+    return packed.contexts[name](q.to(v.dtype), k.to(v.dtype), v).flatten(1)
 
 
 def cost(config: Any) -> CostModel:

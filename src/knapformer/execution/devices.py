@@ -25,6 +25,8 @@ def outliving() -> torch.inference_mode:
 
 def _copied(values: np.ndarray[Any, Any] | Tensor, device: torch.device) -> Tensor:
     on_host = torch.from_numpy(values) if isinstance(values, np.ndarray) else values
+    if not on_host.numel():  # NumPy gives empty arrays strides of 0, for which compiled code would be compiled anew
+        return torch.empty(on_host.shape, dtype=on_host.dtype, device=device)
     if device.type == "cuda" and on_host.device.type == "cpu" and not on_host.requires_grad:
         on_host = on_host.pin_memory()
     return on_host.to(device, non_blocking=True)

@@ -31,11 +31,12 @@ def handle_of(attention: Any) -> Tensor:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, *, scale: float | None, causal: bool) -> Tensor:
-    """``StepAttention`` of compiled code. Every rank calls it, for every layer.
+    """The attention that ``handle`` belongs to, in compiled code. Of a step's, every rank calls it, for every layer.
 
     Args:
-        q: (T, H, D); k, v: (T, Hkv, D).
-        handle: of the step's attention.
+        q: (T, H, D).
+        k, v: (T, Hkv, D), of other rows in cross-attention.
+        handle: of a step's attention, or of ``knapformer.execution.local_attention``.
         scale, causal: see ``knapformer.execution.step_attention.StepAttention``.
 
     Returns:
@@ -71,7 +72,9 @@ def _(q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: Any, causal: bool,
 
 
 @torch.library.custom_op("knapformer::attention_backward", mutates_args=())
-def _attention_backward(gradient: Tensor, tape: Tensor, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+def _attention_backward(
+    gradient: Tensor, tape: Tensor, num_keys: int, num_kv_heads: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Every rank calls it. Gives the gradients of q, k and v."""
     graph = tape.__dict__.pop("_graph", None)
     if graph is None:
@@ -86,20 +89,19 @@ def _attention_backward(gradient: Tensor, tape: Tensor, num_kv_heads: int) -> tu
 
 
 @_attention_backward.register_fake
-def _(gradient: Tensor, tape: Tensor, num_kv_heads: int) -> Any:
-    num_rows, _, width = gradient.shape
-    like_keys = (gradient.new_empty((num_rows, num_kv_heads, width)) for _ in range(2))
+def _(gradient: Tensor, tape: Tensor, num_keys: int, num_kv_heads: int) -> Any:
+    like_keys = (gradient.new_empty((num_keys, num_kv_heads, gradient.shape[2])) for _ in range(2))
     return gradient.new_empty(gradient.shape), *like_keys
 
 
 def _keep(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.num_kv_heads = inputs[1].shape[1]
+    ctx.num_keys, ctx.num_kv_heads, _ = inputs[1].shape
     ctx.save_for_backward(output[1])
 
 
 def _backward(ctx: Any, gradient: Tensor, _of_tape: Any) -> Any:
     (tape,) = ctx.saved_tensors
-    return *_attention_backward(gradient, tape, ctx.num_kv_heads), None, None, None, None
+    return *_attention_backward(gradient, tape, ctx.num_keys, ctx.num_kv_heads), None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_keep)

@@ -135,15 +135,14 @@ def add_gated(x: Tensor, update: Tensor, gate: Tensor, index: Tensor | RowIndex)
     return gated
 
 
-def mean_by_row(x: Tensor, index: RowIndex, counts: Sequence[int]) -> Tensor:
-    """(T, C) to (S, C): the mean over the tokens of each row, of which there are ``counts``; 0 where there is none.
+def mean_by_row(x: Tensor, index: RowIndex, counts: Tensor) -> Tensor:
+    """(T, C) to (S, C): the mean over the tokens of each row, of which there are ``counts`` (S,); 0 where none is.
 
     Returns:
         In float32 or better, as it was accumulated.
     """
-    total: Tensor = _Sum.apply(x, len(counts), *index)
-    divisor = to_device(torch.tensor(counts, dtype=total.dtype).clamp(min=1), x.device)
-    return total / divisor.unsqueeze(1)
+    total: Tensor = _Sum.apply(x, counts.shape[0], *_row_index(index))
+    return total / counts.clamp(min=1).to(total.dtype).unsqueeze(1)
 
 
 def _sum_by_row(x: Tensor, index: RowIndex, num_rows: int) -> Tensor:

@@ -1,6 +1,6 @@
 """Diffusion Transformers on packed tokens. They take ``attention`` as an argument and know nothing of ranks.
 
-Imports ``given``, ``streams`` and ``execution.kernels``.
+Imports ``given``, ``streams`` and what of ``execution`` issues no collective.
 """
 
 from knapformer.models.config import DIT_PRESETS, MMDIT_PRESETS, DiTConfig, MMDiTConfig

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
+from knapformer.execution.compiling import any_number_of_rows
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import DiTConfig
 from knapformer.models.lanes import Projected, cut, in_turns, join, lanes_of
@@ -104,7 +105,8 @@ class DiT(nn.Module):
         attentions, counts = lanes_of(attention, x.shape[0])
         places = list(map(Place, index.parts(counts), rotation.split(counts), attentions))
         lanes: Sequence[Tensor] = cut(x, counts)
-        for block in self.blocks:
-            lanes = block(lanes, conditioning, places)
+        with any_number_of_rows():
+            for block in self.blocks:
+                lanes = block(lanes, conditioning, places)
         out: Tensor = self.output(rms_norm(join(lanes)), conditioning, index)
         return out

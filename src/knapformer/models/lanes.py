@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
-from einops import rearrange
 from torch import Tensor
 
 from knapformer.execution.turns import Turns, take_turns
@@ -65,7 +64,7 @@ def in_turns(
         q, k, v, kept = before(0)
         (place,) = places
         attended = place.attention(rotate(q, place.rotation), rotate(k, place.rotation), v)
-        return [after(0, rearrange(attended, "t h d -> t (h d)"), kept)]
+        return [after(0, attended.flatten(1), kept)]
 
     if torch.compiler.is_compiling():
         projected = [before(i) for i in range(len(places))]
@@ -80,7 +79,7 @@ def in_turns(
         q, k, v, kept = before(i)
         rotation = places[i].rotation
         attended = yield from places[i].attention.turns(rotate(q, rotation), rotate(k, rotation), v)
-        return after(i, rearrange(attended, "t h d -> t (h d)"), kept)
+        return after(i, attended.flatten(1), kept)
 
     return take_turns([lane(i) for i in range(len(places))])
 

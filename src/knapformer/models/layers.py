@@ -6,7 +6,6 @@ import math
 from typing import Protocol
 
 import torch
-from einops import rearrange
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -106,7 +105,7 @@ class HeadNorm(nn.Module):
 
     def forward(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(T, num_channels) to q (T, H, D), k (T, Hkv, D), v (T, Hkv, D)."""
-        heads = rearrange(qkv, "t (h d) -> t h d", d=self.head_width)
+        heads = qkv.unflatten(-1, (sum(self.head_counts), self.head_width))
         q, k, v = heads.split(self.head_counts, dim=1)
         return self.query_norm(q), self.key_norm(k), v
 

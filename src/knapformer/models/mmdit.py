@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from knapformer.execution.compiling import any_number_of_rows
 from knapformer.execution.rows import RowIndex, add_gated, modulate
 from knapformer.models.config import MMDiTConfig
 from knapformer.models.lanes import Projected, cut, in_turns, join, lanes_of
@@ -198,12 +199,14 @@ class MMDiT(nn.Module):
         texts: Tensors = cut(self.text_in(text), [len(place.streams.text) for place in places])
         visuals: Tensors = cut(self.visual_in(visual), [len(place.streams.visual) for place in places])
         conditioning = self.conditioning_in(conditioning)
-        for block in self.double_blocks:
-            texts, visuals = block(texts, visuals, conditioning, places)
+        with any_number_of_rows():
+            for block in self.double_blocks:
+                texts, visuals = block(texts, visuals, conditioning, places)
         if config.num_single_blocks:
             packed = tuple(place.streams.merge(*x) for place, *x in zip(places, texts, visuals, strict=True))
-            for block in self.single_blocks:
-                packed = block(packed, conditioning, places)
+            with any_number_of_rows():
+                for block in self.single_blocks:
+                    packed = block(packed, conditioning, places)
             visuals = tuple(place.streams.split(x)[1] for place, x in zip(places, packed, strict=True))
         return join(
             [self.output(layer_norm(x), conditioning, p.rows.visual) for x, p in zip(visuals, places, strict=True)]
