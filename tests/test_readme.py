@@ -12,7 +12,7 @@ import torch
 from launch import run_ranks
 
 from knapformer import Balancer, CostModel
-from knapformer.losses import reduce_loss, squared_error
+from knapformer.losses import loss_counts, reduce_loss, squared_error
 from knapformer.models import MMDIT_PRESETS, MMDiT
 from knapformer.parallel import checkpoint, shard
 
@@ -61,6 +61,7 @@ def train(rank: int, _world_size: int, planner: str) -> list[float]:
         "Balancer": functools.partial(Balancer, planner=planner),
         "CostModel": CostModel,
         "loader": batches(rank, config),
+        "loss_counts": loss_counts,
         "model": model,
         "optimizer": optimizer,
         "reduce_loss": reduce_loss,

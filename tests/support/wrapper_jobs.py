@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
 
 import rank_jobs
 import torch
-import torch.distributed as dist
 from family_cases import CASES, HOMES_WITH_EMPTY_RANK, balancer_of, keep_float64, loss_weights, stacked
+from launchers import accelerator_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
@@ -55,14 +53,7 @@ def fsdp2(model: Any) -> Any:
 
 
 def accelerated(model: Any, **options: Any) -> Any:
-    """As under ``accelerate launch``, which sets these variables."""
-    import accelerate
-
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    with mock.patch.dict(os.environ, {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}):
-        accelerator = accelerate.Accelerator(cpu=True, **options)
-    assert accelerator.num_processes == dist.get_world_size()
-    return accelerator.prepare(model)
+    return accelerator_of(**options).prepare(model)
 
 
 ddp = DistributedDataParallel

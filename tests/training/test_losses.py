@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import get_args
+
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from knapformer.errors import ConfigurationError, LengthsError
-from knapformer.losses import flow_matching_pair, reduce_loss, squared_error
+from knapformer.given.lengths import Lengths
+from knapformer.losses import flow_matching_pair, loss_counts, reduce_loss, squared_error
+from knapformer.training.losses import Reduction
 
 
 def test_flow_matching_pair_by_hand():
@@ -126,3 +132,40 @@ def test_losses_in_half_precision_are_reduced_in_float32(dtype):
     ):
         loss = reduce_loss(losses, **options)
         assert loss.dtype == torch.float32 and abs(float(loss.detach()) - 1.5) < 1e-6, options
+
+
+def planned(*ranks, **streams):
+    """What ``loss_counts`` reads of a step."""
+    return SimpleNamespace(lengths=Lengths.from_ranks([*ranks, streams] if streams else ranks))
+
+
+def test_counts_of_all_ranks_and_micro_batches():
+    first, second = planned([4, 2], [], [3]), planned([], [5], [1, 1])
+    assert loss_counts(first) == {"num_tokens": 9, "num_samples": 3, "world_size": 3}
+    assert loss_counts(first, second) == {"num_tokens": 16, "num_samples": 6, "world_size": 3}
+    streams = planned(text=[5, 0], visual=[7, 2])
+    assert loss_counts(streams, stream="visual") == {"num_tokens": 9, "num_samples": 2, "world_size": 1}
+    with pytest.raises(ConfigurationError, match=r"no stream 'audio'; the lengths have \['text', 'visual'\]"):
+        loss_counts(streams, stream="audio")
+    with pytest.raises(ConfigurationError, match=r"steps of one balancing group, got 0, of \[\] ranks"):
+        loss_counts()
+    with pytest.raises(ConfigurationError, match=r"got 2, of \[1, 3\] ranks"):
+        loss_counts(first, streams)
+
+
+def test_counts_of_a_group_that_is_not_all_ranks_are_refused(monkeypatch):
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 6)
+    with pytest.raises(ConfigurationError, match="has 3 of 6 ranks, and no step knows the others' tokens: add up"):
+        loss_counts(planned([4, 2], [], [3]))
+
+
+def test_what_backward_divides_by():
+    """``rank_mean`` has not divided by the micro-batches' count, and is left to be."""
+    losses = torch.tensor([8.0, 1.0, 2.0, 3.0])
+    counts = {"num_tokens": 8, "num_samples": 4, "world_size": 2, "lengths": [1, 3], "backward_divides_by": 5}
+    found = {name: float(reduce_loss(losses, reduction=name, **counts)) for name in get_args(Reduction)}
+    assert found == {"rank_mean": 3.5, "token_mean": 5 * 14 * 2 / 8, "sample_mean": 5 * (8 + 2) * 2 / 4}
+    for wrong in (0, 1.5, True, None):
+        with pytest.raises(ConfigurationError, match="needs backward_divides_by, an integer of at least 1"):
+            reduce_loss(losses, reduction="rank_mean", backward_divides_by=wrong)
