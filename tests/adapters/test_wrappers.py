@@ -63,6 +63,23 @@ def test_comparison_notices_another_weight(ranks: list[Any]) -> None:
     assert errors(halved, reference("flux"))["parameter gradients"] > 0.1
 
 
+@pytest.mark.parametrize(("name", "reduction", "homes"), wrapper_jobs.LOSSES)
+def test_loss_of_an_output_is_that_of_one_process(ranks: list[Any], name: str, reduction: str, homes: str) -> None:
+    """Gradients as wrappers average them; a rank without samples logs 0. Another mean is another loss."""
+    means = {mean: wrapper_jobs.mean_loss(name, mean) for mean in ("token_mean", "sample_mean")}
+    found, _ = ranks[0]["losses"][name, reduction, homes]
+
+    def error(wanted: dict[str, torch.Tensor]) -> float:
+        return errors({"outputs": {}, "inputs": {}, "parameters": found}, {"outputs": {}, "parameters": wanted})[
+            "parameter gradients"
+        ]
+
+    assert error(means.pop(reduction)) < TOLERANCE
+    assert error(*means.values()) > 1e-3
+    values = [result["losses"][name, reduction, homes][1] for result in ranks]
+    assert (values[1] == 0) == (homes == "none") and values[0] > 0
+
+
 def flux_pair() -> tuple[Any, Any, Any, dict[str, Any]]:
     """A model, as balanced; another with the same weights; a balancer; arguments."""
     model, plain = CASES["flux"].build().float(), CASES["flux"].build().float()

@@ -10,7 +10,7 @@ from typing import Any
 
 import rank_jobs
 import torch
-from family_cases import CASES, HOMES_WITH_EMPTY_RANK, balancer_of, keep_float64, loss_weights, stacked
+from family_cases import ALL, CASES, HOMES, HOMES_WITH_EMPTY_RANK, balancer_of, keep_float64, loss_weights, stacked
 from launchers import accelerator_of
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -71,7 +71,52 @@ JOBS = {
 
 
 def all_wrappers(rank: int, world_size: int) -> dict[str, Any]:
-    return {name: run(rank, world_size, job) for name, job in JOBS.items()}
+    return {name: run(rank, world_size, job) for name, job in JOBS.items()} | {"losses": losses(rank, world_size)}
+
+
+LOSSES = [
+    (name, reduction, homes)
+    for name, reduction in (
+        ("ddp", "token_mean"),
+        ("fsdp2", "sample_mean"),
+        ("accelerate", "token_mean"),
+        ("accelerate", "sample_mean"),
+    )
+    for homes in ("some", "none")
+]
+"""Job, reduction, and whether both ranks have samples."""
+
+
+def losses(rank: int, world_size: int) -> dict[Any, Any]:
+    """Parameter gradients and this rank's value of ``output.loss``."""
+    found = {}
+    for name, reduction, homes in LOSSES:
+        job = JOBS[name]
+        case = CASES[job.case]
+        model = case.build()
+        wrapped = job.wrap(balance(model, balancer_of(model, 3)))
+        ids = (HOMES if homes == "some" else HOMES_WITH_EMPTY_RANK)[world_size][rank]
+        with keep_float64():
+            output = wrapped(**stacked(case, ids, needs_grad=False)[1])
+            loss = output.loss(
+                [loss_weights(i, x) for i, x in zip(ids, output.sample, strict=True)], reduction=reduction
+            )
+            loss.backward()
+        found[name, reduction, homes] = (gradients(wrapped), float(loss.detach()))
+    return found
+
+
+def mean_loss(name: str, reduction: str) -> dict[str, torch.Tensor]:
+    """Parameter gradients of the mean over all samples, by diffusers' own forward on one process."""
+    case = CASES[JOBS[name].case]
+    model, errors = case.build(), []
+    with keep_float64():
+        for i in ALL:
+            arguments = {k: v if k in case.shared else v[None] for k, v in case.sample(i).items()}
+            out = model(**arguments).sample[0]
+            errors.append((out - loss_weights(i, out)).square().flatten())
+        (torch.cat(errors) if reduction == "token_mean" else torch.stack([e.mean() for e in errors])).mean().backward()
+    return gradients(model)
 
 
 def run(rank: int, world_size: int, job: Job) -> dict[str, Any]:

@@ -53,9 +53,9 @@ class Call:
                 )
         return cls(arguments, return_dict)
 
-    def output(self, rows: Tensor, batch: Batch, config: Any) -> Any:
-        """What forward returns, from the rows at home (T_home, C)."""
-        from knapformer.adapters.output import BalancedOutput
+    def output(self, rows: Tensor, batch: Batch, config: Any, step: Any, stream: str | None) -> Any:
+        """What forward returns, from the rows at home (T_home, C), which are those of ``stream`` in ``step``."""
+        from knapformer.adapters.output import BalancedOutput, Counted
 
         # FSDP2 warns of outputs that are views.
         rows = rows.clone()
@@ -65,7 +65,7 @@ class Call:
         else:
             sample = [part.clone() for part in batch.unpack(rows)]
         if self.return_dict:
-            return BalancedOutput(sample=sample, rows=rows)
+            return BalancedOutput(sample=sample, rows=rows, counted=Counted(step.lengths, stream))
         return (sample,) if isinstance(sample, Tensor) else (sample, rows)
 
 

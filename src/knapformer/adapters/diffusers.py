@@ -249,7 +249,7 @@ def _forward(self: Any, *inputs: Any, step: Any = None, **named_inputs: Any) -> 
     with any_number_of_rows():
         rows: Tensor = state.family.compute(self, batch, step)
     rows = step.restore(rows) if state.family.stream is None else step.restore(rows, stream=state.family.stream)
-    return call.output(rows, batch, self.config)
+    return call.output(rows, batch, self.config, step, state.family.stream)
 
 
 def _compile_line(transformer: Any) -> str:
