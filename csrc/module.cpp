@@ -59,7 +59,7 @@ nb::object solve(Planner planner) {
 void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, Input<double> attention_s,
                   double linear_s_per_token, int32_t num_heads, Input<double> speeds, Input<int32_t> nodes,
                   double intra_bytes_per_s, double inter_bytes_per_s, double communication_scale,
-                  double bytes_per_head_token, double latency_s, double interference,
+                  double bytes_per_head_token, double latency_s, double interference, double link_margin,
                   const std::optional<Input<int64_t>>& max_tokens, int32_t effort) {
   new (self) Problem();
   self->lengths = copy_in(lengths);
@@ -76,6 +76,7 @@ void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, I
   self->bytes_per_head_token = bytes_per_head_token;
   self->latency_s = latency_s;
   self->interference = interference;
+  self->link_margin = link_margin;
   self->max_tokens = max_tokens ? copy_in(*max_tokens) : std::vector<int64_t>(self->speeds.size(), kNoCap);
   self->effort = static_cast<Effort>(effort);
   self->prepare();
@@ -136,7 +137,7 @@ NB_MODULE(_core, m) {
       .def("__init__", &init_problem, nb::arg("lengths"), nb::arg("homes"), nb::arg("attention_s"),
            nb::arg("linear_s_per_token"), nb::arg("num_heads"), nb::arg("speeds"), nb::arg("nodes"),
            nb::arg("intra_bytes_per_s"), nb::arg("inter_bytes_per_s"), nb::arg("communication_scale"),
-           nb::arg("bytes_per_head_token"), nb::arg("latency_s"), nb::arg("interference"),
+           nb::arg("bytes_per_head_token"), nb::arg("latency_s"), nb::arg("interference"), nb::arg("link_margin"),
            nb::arg("max_tokens").none(), nb::arg("effort"));
   m.def("evaluate", &evaluate_arrays);
   m.def("deal_lanes", &deal_lanes);

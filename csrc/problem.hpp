@@ -29,6 +29,7 @@ struct Problem {
   double bytes_per_head_token = 0.0;
   double latency_s = 0.0;     // of each exchange, once for each peer
   double interference = 0.0;  // part of a rank's speed that a running exchange takes, where two lanes take turns
+  double link_margin = 1.0;   // links may be so many times slower than stated: moldable/slower_links.hpp
   Effort effort = Effort::kDefault;
   std::vector<int64_t> max_tokens;  // (N,) hard caps; kNoCap where there is none
 

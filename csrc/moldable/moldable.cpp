@@ -7,17 +7,17 @@
 //   Contest. The other planners' plans are compared too, where a quick bound leaves them a chance and they keep the caps. The
 //      lowest makespan wins, then the fewest bytes, then the fewest splits.
 //   Fewer ranks. Where the winner is far from the tight bound, all phases are run for fewer ranks too, as long as their bound is lower.
+//   Slower links (slower_links.hpp). A winner that would lose to another planner's plan if links were slower than stated gives way
+//      to a plan that would not.
 #include "moldable/moldable.hpp"
 
 #include <algorithm>
 #include <numeric>
-#include <optional>
 
 #include "bounds.hpp"
-#include "evaluation.hpp"
-#include "moldable/relabel.hpp"
+#include "moldable/contest.hpp"
 #include "moldable/search.hpp"
-#include "simple_planners.hpp"
+#include "moldable/slower_links.hpp"
 
 namespace knapformer {
 namespace {
@@ -26,107 +26,6 @@ constexpr double kFarOff = 1.04;      // over the tight bound: then fewer ranks 
 constexpr int32_t kManyRanks = 1024;  // above, few counts of ranks are tried: they gain less and cost more
 constexpr int32_t kTriedRanks = 4096;  // ranks of those tries together, but one try at least
 constexpr double kGoodEnough = 1e-4;  // relative distance from the lower bound at which whole sequences are left alone
-
-class Contest {
- public:
-  explicit Contest(const Problem& problem) : p_(problem) {}
-
-  double makespan_s() const { return plan_ ? score_.makespan_s : std::numeric_limits<double>::infinity(); }
-  PlanColumns winner() { return std::move(*plan_); }
-
-  // Whether the plan keeps the caps.
-  bool enter(PlanColumns plan) {
-    const Evaluation score = evaluate(p_, plan.view());
-    for (int32_t r = 0; r < p_.num_ranks; ++r) {
-      if (score.tokens[r] > p_.max_tokens[r]) return false;
-    }
-    if (plan_ && !better(score)) return true;
-    plan_ = std::move(plan);
-    score_ = score;
-    return true;
-  }
-
-  // The same for placements, which first get the phase "home".
-  bool enter_placements(std::vector<Placement> placements) {
-    keep_home(p_, placements);
-    PlanColumns plan;
-    for (auto& placement : placements) plan.add_placement(std::move(placement));
-    return enter(std::move(plan));
-  }
-
- private:
-  bool better(const Evaluation& other) const {
-    if (other.makespan_s != score_.makespan_s) return other.makespan_s < score_.makespan_s;
-    if (other.bytes != score_.bytes) return other.bytes < score_.bytes;
-    return other.num_split < score_.num_split;
-  }
-
-  const Problem& p_;
-  std::optional<PlanColumns> plan_;
-  Evaluation score_;
-};
-
-// The phase "whole": first without the caps, then under them if the first plan breaks one.
-void enter_whole(const Problem& problem, Contest& contest) {
-  for (bool keep_caps : {false, true}) {
-    const auto rank_of = choose_whole(problem, keep_caps);
-    if (!rank_of) return;
-    std::vector<Placement> placements;
-    for (size_t s = 0; s < rank_of->size(); ++s) placements.push_back(whole_on(problem, static_cast<int32_t>(s), (*rank_of)[s]));
-    if (contest.enter_placements(std::move(placements))) return;
-  }
-}
-
-double heaviest_alone_s(const Problem& problem) {
-  if (problem.work_s.empty()) return 0.0;
-  return *std::max_element(problem.work_s.begin(), problem.work_s.end()) /
-         *std::max_element(problem.speeds.begin(), problem.speeds.end());
-}
-
-// A makespan that even splits over at least `size` ranks each cannot beat. It is the work and the communication of every sequence
-// that has a token for each of those ranks: q, k, v and output of the heads that its tokens' ranks do not compute. Equal parts are
-// rounded down to whole tokens, which the bound allows for. Of more ranks than there are heads, some compute no attention.
-double even_split_bound_s(const Problem& problem, int32_t size) {
-  const double g = size;
-  double bytes = 0.0;
-  for (int64_t length : problem.lengths) {
-    if (length < size) continue;
-    const double moved = static_cast<double>(length) * (1.0 - 1.0 / g) - 1.0;
-    bytes += 4.0 * std::max(0.0, moved) * problem.num_heads * problem.bytes_per_head_token;
-  }
-  const double slowest = *std::min_element(problem.speeds.begin(), problem.speeds.end());
-  const double link = std::max(problem.intra_bytes_per_s, problem.inter_bytes_per_s);
-  const double fastest = *std::max_element(problem.speeds.begin(), problem.speeds.end());
-  const double attention_s = std::accumulate(problem.attention_s.begin(), problem.attention_s.end(), 0.0);
-  return std::max((problem.total_work_s + slowest * problem.communication_scale * bytes / link) / problem.total_speed,
-                  attention_s * std::max(1.0, g / problem.num_heads) / (problem.num_ranks * fastest));
-}
-
-double home_makespan_s(const Problem& problem) {
-  std::vector<double> load(problem.num_ranks, 0.0);
-  for (int32_t s = 0; s < problem.num_sequences(); ++s) load[problem.homes[s]] += problem.work_s[s];
-  double highest = 0.0;
-  for (int32_t r = 0; r < problem.num_ranks; ++r) highest = std::max(highest, load[r] / problem.speeds[r]);
-  return highest;
-}
-
-int32_t smallest_node(const Problem& problem) {
-  std::vector<int32_t> count(problem.num_nodes, 0);
-  for (int32_t n : problem.node_index) ++count[n];
-  return *std::min_element(count.begin(), count.end());
-}
-
-// The phase "contest". A bound is compared with a little room for its own rounding.
-void enter_others(const Problem& problem, Contest& contest) {
-  const auto has_chance = [&](double bound_s) { return bound_s * (1.0 - 1e-12) < contest.makespan_s(); };
-  if (has_chance(home_makespan_s(problem))) contest.enter(plan_home(problem));
-  if (has_chance(even_split_bound_s(problem, smallest_node(problem)))) contest.enter(plan_ulysses(problem));
-  for (int32_t size = 1; size <= problem.num_ranks && problem.num_ranks % size == 0; size *= 2) {
-    const double bound = size == 1 ? heaviest_alone_s(problem) : even_split_bound_s(problem, size);
-    if (!has_chance(std::max(bound, problem.lower_bound_s()))) continue;
-    contest.enter(plan_bags(problem, std::vector<int32_t>(problem.num_ranks / size, size)));
-  }
-}
 
 // The first `count` ranks alone. Sequences of the others have their home on the last of these.
 Problem first_ranks(const Problem& problem, int32_t count) {
@@ -147,7 +46,8 @@ bool caps_hold(const Problem& problem) {
   return tokens <= room;
 }
 
-// The phases from "whole" to "contest" for a problem of all ranks or of the first of them.
+}  // namespace
+
 void compete(const Problem& problem, Contest& contest) {
   const double bound = problem.lower_bound_s();
   const double alone = heaviest_alone_s(problem);
@@ -160,6 +60,8 @@ void compete(const Problem& problem, Contest& contest) {
   if (!whole_first && alone < contest.makespan_s()) enter_whole(problem, contest);
   enter_others(problem, contest);
 }
+
+namespace {
 
 // N less 1, 2, 4, ... ranks, down to N / 2, then N / 4, N / 8, ...; the first of these only where N is large.
 std::vector<int32_t> fewer_counts(int32_t num_ranks) {
@@ -187,6 +89,7 @@ PlanColumns plan_moldable(const Problem& problem) {
   Contest contest(problem);
   compete(problem, contest);
   enter_fewer(problem, contest);
+  enter_for_slower_links(problem, contest);
   return contest.winner();
 }
 

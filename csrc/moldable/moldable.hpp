@@ -9,4 +9,9 @@ namespace knapformer {
 // whole, ulysses or uniform bags of 2^k ranks, each where it keeps the caps.
 PlanColumns plan_moldable(const Problem& problem);
 
+class Contest;
+
+// Its phases from "whole" to "contest", for a problem of all ranks, of the first of them or of other links.
+void compete(const Problem& problem, Contest& contest);
+
 }  // namespace knapformer

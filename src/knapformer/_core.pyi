@@ -27,6 +27,7 @@ class Problem:
         bytes_per_head_token: float,
         latency_s: float,
         interference: float,
+        link_margin: float,
         max_tokens: _I64 | None,
         effort: int,
     ) -> None: ...

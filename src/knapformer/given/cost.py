@@ -24,6 +24,9 @@ MAX_NODE = 2**31 - 1
 MAX_NUMBER = 1e100
 """Of anything here; products of two stay finite."""
 
+DEFAULT_LINK_MARGIN = 3.0
+"""See ``Machine.link_margin``; chosen by the table of docs/planning.md."""
+
 RECOMPUTE_PASSES, PLAIN_PASSES = 4.0, 3.0
 """Cost of a training step over its forward pass, with and without recomputing blocks in backward."""
 
@@ -46,6 +49,8 @@ class Machine:
             takes α + n·β (Hockney, The communication challenge for MPP, Parallel Computing 20, 1994).
         interference: with two lanes, the part of a rank's speed that a running exchange takes; 0.1 is a guess until a
             GPU has measured it.
+        link_margin: links may be so many times slower than stated. Planners alone read it (docs/planning.md, "Slower
+            links"); times are predicted with the links as stated. 1 means that these are certain.
     """
 
     ranks_per_node: int = 8
@@ -57,6 +62,7 @@ class Machine:
     nodes: tuple[int, ...] = ()
     latency_s: float = 0.0
     interference: float = 0.1
+    link_margin: float = DEFAULT_LINK_MARGIN
 
     def __post_init__(self) -> None:
         _require_count("ranks_per_node", self.ranks_per_node)
@@ -70,6 +76,8 @@ class Machine:
         for name in ("communication_scale", "latency_s", "interference"):
             if not _is_number(getattr(self, name)) or getattr(self, name) < 0:
                 raise ConfigurationError(f"{name} must be a number >= 0, got {getattr(self, name)!r}")
+        if not _is_number(self.link_margin) or self.link_margin < 1:
+            raise ConfigurationError(f"link_margin must be a number >= 1, got {self.link_margin!r}")
         for speed in self.speeds:
             _require_positive("speeds", speed)
         object.__setattr__(self, "speeds", tuple(map(float, self.speeds)))

@@ -138,6 +138,7 @@ def make_problem(
         bytes_per_head_token=cost.bytes_per_head_token,
         latency_s=machine.latency_s,
         interference=machine.interference,
+        link_margin=machine.link_margin,
         max_tokens=np.asarray([min(cap, NO_CAP) for cap in caps], np.int64) if len(caps) else None,
         effort=effort,
     )
