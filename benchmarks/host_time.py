@@ -87,7 +87,7 @@ def world(num_ranks: int, planner: str, repeats: int) -> dict[str, Any]:
     rank, peers = median_rank(plan)
     tokens = RankTokens.of(plan, rank)
     step = make_step(plan, lengths, rank)
-    attention = step.attention.lanes[0].made(HEADS, HEADS, CPU)
+    attention = step.attention._all.lanes[0].made(HEADS, HEADS, CPU)
     x = torch.zeros(int(lengths.tokens[lengths.homes == rank].sum()), HEADS, WIDTH, requires_grad=True)
     q = torch.zeros(step.num_tokens, HEADS, WIDTH, requires_grad=True)
     shared = [torch.zeros(tokens.num_rows - tokens.num_whole_rows, HEADS, WIDTH).view(-1, WIDTH) for _ in range(3)]
@@ -166,7 +166,7 @@ def tables(step: Step, plan: Plan, lengths: Lengths, tokens: RankTokens, rank: i
     columns += sum(nbytes(b) for b in (exchanged.send, exchanged.receive, exchanged.keep_from, exchanged.keep_to))
     index = sum(
         held(route)
-        for attention in step.attention.lanes[0]._made.values()
+        for attention in step.attention._all.lanes[0]._made.values()
         for route in (attention.before, attention.after)
     )
     index += sum(held(route) for route in step._moves._routes.values())

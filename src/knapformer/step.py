@@ -110,8 +110,7 @@ class Step:
             self.rank,
             self._calls,
         )
-        for lane in self.attention.lanes:  # now, and not inside the first layer
-            lane.made(plan.num_heads, plan.num_kv_heads, self._device)
+        self.attention.make(plan.num_heads, plan.num_kv_heads, self._device)
 
     @property
     def num_ranks(self) -> int:

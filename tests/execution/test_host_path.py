@@ -183,10 +183,10 @@ def test_index_tensors_are_made_with_the_step():
     group = SimpleNamespace(rank=0, device=torch.device("cpu"), control=None)
     balancer: Any = SimpleNamespace(group=group, channel=Channel(Silent(), 0), cost=COST, kernel="auto", overlap=True)
     step = Step(balancer, plan, Lengths.from_ranks([[64, 4], [4]]), {})
-    made = step.attention.lanes[0].made(HEADS, HEADS, torch.device("cpu"))
+    made = step.attention._all.lanes[0].made(HEADS, HEADS, torch.device("cpu"))
     q = torch.zeros(step.num_tokens, HEADS, WIDTH)
     step.attention(q, q, q)
-    assert list(step.attention.lanes[0]._made.values()) == [made]
+    assert list(step.attention._all.lanes[0]._made.values()) == [made]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

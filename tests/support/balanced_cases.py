@@ -111,17 +111,30 @@ def cast(batch: list[Sample], dtype: torch.dtype) -> list[Sample]:
 
 def compare(rank: int, world_size: int, case: Case, references: dict[Any, list[Tensor]]) -> dict[str, float]:
     """The largest relative error of the output and of each gradient on this rank; ``references`` are kept."""
+    return compare_model(trained(case), rank, world_size, case, references)
+
+
+def trained(case: Case) -> nn.Module:
+    """The model as it is trained: checkpointed and sharded where the case says so."""
+    model = build(case)
+    if case.checkpoint:
+        checkpoint(model, what=case.checkpoint)
+    if case.fsdp:
+        shard(model, shard_size=case.shard_size)
+    return model
+
+
+def compare_model(
+    model: nn.Module, rank: int, world_size: int, case: Case, references: dict[Any, list[Tensor]]
+) -> dict[str, float]:
+    """As ``compare``, of a model that may have run other cases before."""
     text, visual, ranks = homes(case, world_size)
     everything = samples(text, visual, seed=case.seed)
     mine = cast([everything[i] for i in ranks[rank]], case.dtype)
     key = (case.model, case.num_heads, case.num_kv_heads, case.dtype, case.seed)
     if key not in references:
         references[key] = unbalanced(build(case), mine)
-    model = build(case)
-    if case.checkpoint:
-        checkpoint(model, what=case.checkpoint)
-    if case.fsdp:
-        shard(model, shard_size=case.shard_size)
+    model.zero_grad()
     output = balanced(model, mine, case, rank)
     weights = torch.cat([output.new_zeros(0, 5), *(s.weight for s in mine)])
     scale = world_size if case.fsdp else 1  # FSDP averages gradients

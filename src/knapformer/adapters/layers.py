@@ -49,12 +49,12 @@ def ada_continuous(self: Any, x: Tensor, emb: Tensor, index: RowIndex) -> Tensor
 
 def rotation(cos: Tensor, sin: Tensor) -> Rotate:
     """Rotate pairs of channels of (T, H, D) by diffusers' tables (T, D), as its ``apply_rotary_emb`` does."""
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
 
     def rotate(x: Tensor) -> Tensor:
         real, imaginary = x.unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
         turned = torch.stack([-imaginary, real], dim=-1).flatten(-2)
-        return (x.float() * cos + turned.float() * sin).to(x.dtype)
+        # In here: a compiler takes a size of its inputs for one that may change, and heads could not be broadcast.
+        return (x.float() * cos.unsqueeze(1) + turned.float() * sin.unsqueeze(1)).to(x.dtype)
 
     return rotate
 

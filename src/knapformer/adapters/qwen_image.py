@@ -146,11 +146,10 @@ def _frequencies(pos_embed: Any, text_ids: Tensor, ids: Tensor) -> tuple[Tensor,
 
 def rotation(frequencies: Tensor) -> Any:
     """Rotate (T, H, D) by (T, D / 2) complex numbers."""
-    frequencies = frequencies.unsqueeze(1)
 
     def rotate(x: Tensor) -> Tensor:
         pairs = torch.view_as_complex(x.float().unflatten(-1, (x.shape[-1] // 2, 2)).contiguous())
-        return torch.view_as_real(pairs * frequencies).flatten(-2).type_as(x)
+        return torch.view_as_real(pairs * frequencies.unsqueeze(1)).flatten(-2).type_as(x)
 
     return rotate
 

@@ -157,11 +157,12 @@ def rotation(rope: Any, ids: Tensor) -> Any:
         torch.cat([part.index_select(0, ids[:, axis]) for axis, part in enumerate(table.split(sizes, dim=1))], dim=1)
         for table in (rope.freqs_cos, rope.freqs_sin)
     )
-    cos, sin = cos[:, None, 0::2], sin[:, None, 1::2]
+    cos, sin = cos[:, 0::2], sin[:, 1::2]
 
     def rotate(x: Tensor) -> Tensor:
-        x1, x2 = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack([x1 * cos - x2 * sin, x1 * sin + x2 * cos], dim=-1).flatten(-2).type_as(x)
+        x1, x2 = x.unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
+        c, s = cos.unsqueeze(1), sin.unsqueeze(1)  # in here, see ``layers.rotation``
+        return torch.stack([x1 * c - x2 * s, x1 * s + x2 * c], dim=-1).flatten(-2).type_as(x)
 
     return rotate
 

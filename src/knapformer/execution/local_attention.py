@@ -26,10 +26,9 @@ class LocalAttention:
     """
 
     def __init__(self, queries: Sequence[int], keys: Sequence[int] | None = None) -> None:
-        self._queries = _starts(queries)
-        self._keys = self._queries if keys is None else _starts(keys)
-        self._offsets: dict[torch.device, tuple[Offsets, Offsets]] = {}
-        self.handle = handle_of(self)
+        starts = _starts(queries)
+        self._entries = _Entries(starts, starts if keys is None else _starts(keys))
+        self.handle = handle_of(self._entries)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """q (Tq, H, D), k and v (Tk, Hkv, D) to (Tq, H, D); see ``knapformer.execution.kernels.varlen_attention``.
@@ -40,6 +39,17 @@ class LocalAttention:
         """
         if torch.compiler.is_compiling():
             return attend(q, k, v, self.handle, scale=scale, causal=causal)
+        return self._entries(q, k, v, scale=scale, causal=causal)
+
+
+class _Entries:
+    """What ``LocalAttention`` does, without a handle. Each (E + 1,): where entries start, and the total."""
+
+    def __init__(self, queries: list[int], keys: list[int]) -> None:
+        self._queries, self._keys = queries, keys
+        self._offsets: dict[torch.device, tuple[Offsets, Offsets]] = {}
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool) -> Tensor:
         for name, x, starts in (("queries", q, self._queries), ("keys", k, self._keys), ("values", v, self._keys)):
             if x.shape[0] != starts[-1]:
                 raise LengthsError(f"the lengths sum to {starts[-1]} tokens, got {x.shape[0]} rows of {name}")

@@ -11,7 +11,6 @@ graph. A hook that saves a copy of the tape instead (such as ``save_on_cpu``) lo
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,10 +22,13 @@ from knapformer.execution.devices import outliving
 
 
 def handle_of(attention: Any) -> Tensor:
-    """() int64, through which the operator finds ``attention``, which must live as long as it is used."""
+    """() int64, through which the operator finds ``attention``, and which keeps it alive: it must not hold the handle.
+
+    Compiled code that recomputes in backward keeps the handle, and else nothing of the step.
+    """
     with outliving():
         handle = torch.zeros((), dtype=torch.int64)
-    handle._attention = weakref.ref(attention)  # type: ignore[attr-defined]  # an attribute of our own
+    handle._attention = attention  # type: ignore[attr-defined]  # an attribute of our own
     return handle
 
 
@@ -53,7 +55,7 @@ def _attention(
     q: Tensor, k: Tensor, v: Tensor, handle: Tensor, scale: float | None, causal: bool, has_grad: bool
 ) -> tuple[Tensor, Tensor]:
     """Every rank calls it. Gives (T, H, D) and the tape."""
-    attention = handle._attention()  # type: ignore[attr-defined]
+    attention = handle._attention  # type: ignore[attr-defined]
     tape = torch.zeros((), dtype=torch.int64)
     if not has_grad:
         (out,) = _apart([attention(q, k, v, scale=scale, causal=causal)], q, k, v)

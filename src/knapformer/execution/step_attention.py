@@ -26,10 +26,7 @@ class LaneAttention:
 
     Attributes:
         num_rows: packed rows of the lane on this rank.
-        handle: of the attention of all lanes, for compiled blocks.
     """
-
-    handle: Tensor
 
     def __init__(
         self,
@@ -59,15 +56,6 @@ class LaneAttention:
             attention.check_causal(causal)
         return (yield from attention.turns(q, k, v, scale=scale, causal=causal))
 
-    def together(self, lanes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
-        """Attention of all lanes at once, for compiled blocks: q, k and v of each to the result of each.
-
-        Lanes take turns inside the attention only.
-        """
-        q, k, v = (torch.cat(parts) for parts in zip(*lanes, strict=True))
-        out = attend(q, k, v, self.handle, scale=None, causal=False)
-        return list(out.split([own.shape[0] for own, _, _ in lanes]))
-
     def made(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
         """For all layers with these heads; made when first used."""
         key = (num_heads, num_kv_heads, device)
@@ -88,19 +76,40 @@ class LaneAttention:
         return self._made[key]
 
 
+class Lane:
+    """A lane as the blocks of a model see it.
+
+    Attributes:
+        num_rows: packed rows of the lane on this rank.
+        turns: see ``LaneAttention.turns``.
+    """
+
+    def __init__(self, attention: LaneAttention, handle: Tensor) -> None:
+        self.num_rows, self.turns, self._handle = attention.num_rows, attention.turns, handle
+
+    def together(self, lanes: Sequence[tuple[Tensor, Tensor, Tensor]]) -> list[Tensor]:
+        """Attention of all lanes at once, for compiled blocks: q, k and v of each to the result of each.
+
+        Lanes take turns inside the attention only.
+        """
+        q, k, v = (torch.cat(parts) for parts in zip(*lanes, strict=True))
+        out = attend(q, k, v, self._handle, scale=None, causal=False)
+        return list(out.split([own.shape[0] for own, _, _ in lanes]))
+
+
 class StepAttention:
     """Attention of all packed rows of a step, lane after lane. Every rank calls it for every layer.
 
     Attributes:
         lanes: a model whose blocks take turns between them has the exchange of one under way while the other computes.
             A model that calls this object has its lanes take turns inside the attention only.
+        handle: for compiled code.
     """
 
     def __init__(self, lanes: tuple[LaneAttention, ...], rank: int, calls: StepCalls | None) -> None:
-        self.lanes, self._rank, self._calls = lanes, rank, calls
-        self.handle = handle_of(self)
-        for lane in lanes:
-            lane.handle = self.handle
+        self._all = _AllLanes(lanes, rank, calls)
+        self.handle = handle_of(self._all)
+        self.lanes = tuple(Lane(lane, self.handle) for lane in lanes)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """Attention of each sequence to itself, wherever its tokens are. Every rank calls it for every layer.
@@ -123,6 +132,21 @@ class StepAttention:
         """
         if torch.compiler.is_compiling():
             return attend(q, k, v, self.handle, scale=scale, causal=causal)
+        return self._all(q, k, v, scale=scale, causal=causal)
+
+    def make(self, num_heads: int, num_kv_heads: int, device: torch.device) -> None:
+        """What layers with these heads need, now and not inside the first of them."""
+        for lane in self._all.lanes:
+            lane.made(num_heads, num_kv_heads, device)
+
+
+class _AllLanes:
+    """What ``StepAttention`` does, without a handle."""
+
+    def __init__(self, lanes: tuple[LaneAttention, ...], rank: int, calls: StepCalls | None) -> None:
+        self.lanes, self._rank, self._calls = lanes, rank, calls
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None, causal: bool) -> Tensor:
         if len(self.lanes) == 1:
             return take_turns([self.lanes[0].turns(q, k, v, scale=scale, causal=causal)])[0]
         counts = [lane.num_rows for lane in self.lanes]

@@ -89,13 +89,19 @@ def checkpoint(model: nn.Module, *, what: Literal["block", "attention"] = "block
     for block in blocks:
         # On the instance: a wrapper module would change the state dict's keys. A partial of the bound method, unlike a
         # closure, follows the block when the model is deep-copied.
-        block.forward = functools.partial(run_checkpointed, block.forward, use_reentrant=False)
+        block.forward = functools.partial(_recomputed, block.forward)
     return model
 
 
 def checkpointed(attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """An attention that keeps q, k and v as they are passed, and recomputes the rest in backward."""
     return functools.partial(run_checkpointed, attention, use_reentrant=False)
+
+
+def _recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """A function of our own around torch's, because a compiler looks into it; where a block is compiled, it recomputes
+    in the compiled backward."""
+    return run_checkpointed(forward, *args, use_reentrant=False, **kwargs)
 
 
 def _checkpoint_attention(
@@ -108,7 +114,7 @@ def _checkpoint_attention(
 
 def _is_checkpointed(model: nn.Module, blocks: list[nn.Module]) -> bool:
     forwards = (block.__dict__.get("forward") for block in blocks)
-    on_blocks = any(isinstance(f, functools.partial) and f.func is run_checkpointed for f in forwards)
+    on_blocks = any(isinstance(f, functools.partial) and f.func is _recomputed for f in forwards)
     return on_blocks or _checkpoint_attention in model._forward_pre_hooks.values()
 
 
