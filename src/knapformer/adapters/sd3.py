@@ -32,6 +32,7 @@ from knapformer.adapters.packing import (
 )
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.local_attention import LocalAttention
+from knapformer.execution.operator import in_order
 from knapformer.execution.rows import add_gated
 from knapformer.given.cost import CostModel
 
@@ -130,7 +131,8 @@ def block(self: Any, visual: Tensor, text: Tensor, temb: Tensor, packed: Packed)
     visual_out, text_out = self.attn(visual_in, text_in, packed)
     visual = add_gated(visual, visual_out, gate, packed.visual)
     if dual:
-        visual = add_gated(visual, self.attn2(dual[0], None, packed), dual[1], packed.visual)
+        second = self.attn2(in_order(dual[0], visual_out), None, packed)
+        visual = add_gated(visual, second, dual[1], packed.visual)
     visual = layers.feed_forward(visual, mlp, self.norm2, self.ff, packed.visual)
     if self.context_pre_only:
         return None, visual

@@ -109,6 +109,51 @@ def _backward(ctx: Any, gradient: Tensor, _of_tape: Any) -> Any:
 _attention.register_autograd(_backward, setup_context=_keep)
 
 
+def in_order(x: Tensor, earlier: Tensor) -> Tensor:
+    """``x``, which compiled code has only after ``earlier``, and whose gradient it has before that of ``earlier``.
+
+    A compiler may run two attentions of a block in either order where neither needs the other's result, on one rank so
+    and on another otherwise.
+
+    Args:
+        x: goes into the later attention.
+        earlier: what the earlier one gave.
+    """
+    if not torch.compiler.is_compiling():
+        return x
+    ordered: Tensor = _in_order(x, earlier)
+    return ordered
+
+
+@torch.library.custom_op("knapformer::in_order", mutates_args=())
+def _in_order(x: Tensor, earlier: Tensor) -> Tensor:
+    return x.clone()
+
+
+@_in_order.register_fake
+def _(x: Tensor, earlier: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("knapformer::zeros_after", mutates_args=())
+def _zeros_after(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    return gradient.new_zeros(shape)
+
+
+@_zeros_after.register_fake
+def _(gradient: Tensor, shape: Sequence[int]) -> Tensor:
+    return gradient.new_empty(shape)
+
+
+def _keep_shape(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.shape = inputs[1].shape
+
+
+_in_order.register_autograd(
+    lambda ctx, gradient: (gradient, _zeros_after(gradient, ctx.shape)), setup_context=_keep_shape
+)
+
+
 class _Recording:
     """Autograd records, though an operator runs below it."""
 
