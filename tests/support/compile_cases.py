@@ -74,7 +74,9 @@ def compare_compiled(
     """
     with contextlib.ExitStack() as stack:
         if not any_rows:
-            stack.enter_context(mock.patch.multiple("knapformer.models.mmdit", any_number_of_rows=contextlib.nullcontext))
+            stack.enter_context(
+                mock.patch.multiple("knapformer.models.mmdit", any_number_of_rows=contextlib.nullcontext)
+            )
             stack.enter_context(mock.patch.multiple("knapformer.models.dit", any_number_of_rows=contextlib.nullcontext))
         return [_compare(rank, world_size, case, whole, num_steps) for case in cases]
 

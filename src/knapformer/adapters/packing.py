@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from knapformer.errors import ConfigurationError, LengthsError
+from knapformer.execution.compiling import any_number_of_rows
 from knapformer.execution.devices import to_device
 from knapformer.execution.local_attention import LocalAttention
 from knapformer.execution.rows import RowIndex
@@ -246,5 +248,11 @@ def grid_ids(grid: Sequence[int], device: torch.device) -> Tensor:
 def run_block(model: Any, block: nn.Module, *args: Any) -> Any:
     """Call a block, through diffusers' gradient checkpointing where the model has it enabled."""
     if torch.is_grad_enabled() and model.gradient_checkpointing:
-        return model._gradient_checkpointing_func(block, *args)
+        return model._gradient_checkpointing_func(functools.partial(_for_any_rows, block), *args)
     return block(*args)
+
+
+def _for_any_rows(block: nn.Module, *args: Any) -> Any:
+    """In backward too, where it runs a second time: a graph of its own for 0 rows would keep other tensors."""
+    with any_number_of_rows():
+        return block(*args)

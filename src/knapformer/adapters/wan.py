@@ -154,10 +154,9 @@ def rotation(rope: Any, ids: Tensor) -> Any:
     """Rotate (T, H, D) by the model's tables at the tokens' (frame, row, column)."""
     sizes = [rope.t_dim, rope.h_dim, rope.w_dim]
     cos, sin = (
-        torch.cat([part.index_select(0, ids[:, axis]) for axis, part in enumerate(table.split(sizes, dim=1))], dim=1)
-        for table in (rope.freqs_cos, rope.freqs_sin)
+        torch.cat([part[:, first::2].index_select(0, ids[:, axis]) for axis, part in enumerate(parts)], dim=1)
+        for first, parts in enumerate((rope.freqs_cos.split(sizes, dim=1), rope.freqs_sin.split(sizes, dim=1)))
     )
-    cos, sin = cos[:, 0::2], sin[:, 1::2]
 
     def rotate(x: Tensor) -> Tensor:
         x1, x2 = x.unflatten(-1, (x.shape[-1] // 2, 2)).unbind(-1)
