@@ -154,12 +154,27 @@ def row(workload: str, world: str, ratios: dict[str, list[float]]) -> dict[str, 
     }
 
 
+def table(path: str) -> str:
+    """Markdown of a file that this script wrote: regret, median (worst) over seeds."""
+    rows = json.loads(Path(path).read_text())["rows"]
+    who = [f"moldable, margin {margin:g}" for margin in MARGINS] + ["best bags"]
+    lines = ["| workload | world | " + " | ".join(who) + " |", "|---" * (len(who) + 2) + "|"]
+    for found in rows:
+        cells = [f"{found['regret'][name]['median']:.3f} ({found['regret'][name]['worst']:.3f})" for name in who]
+        lines.append(f"| {found['workload']} | {found['world']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0-9", help="first-last")
     parser.add_argument("--only", default="", help="workloads whose name contains this")
     parser.add_argument("--judge", action="store_true", help="price with the independent judge too, and compare")
+    parser.add_argument("--table", metavar="FILE", help="print a results file as a table, and measure nothing")
     options = parser.parse_args(arguments)
+    if options.table:
+        print(table(options.table))
+        return
     first, last = map(int, options.seeds.split("-"))
     seeds, judge, rows = range(first, last + 1), load_judge() if options.judge else None, []
     for name, steps in workloads(seeds).items():
