@@ -25,6 +25,7 @@ ORDER = (
     "execution",
     "streams",
     "step",
+    "loops",
     "prefetch",
     "balancer",
     "models",

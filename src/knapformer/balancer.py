@@ -20,6 +20,7 @@ from knapformer.execution.transport import Channel, Meter
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, parse_local_lengths
 from knapformer.given.topology import Topology
+from knapformer.loops import joined
 from knapformer.plans.micro_batches import MicroBatch, parse_micro_batches, split_micro_batches
 from knapformer.plans.plan import Plan
 from knapformer.plans.planners import check_lanes, make_plan
@@ -158,6 +159,7 @@ class Balancer:
         ahead: int = 2,
         conditioning_of: Callable[[Any], Mapping[str, Any]] | None = None,
         num_rows_of: Callable[[Any], int] | None = None,
+        empty: Callable[[], Any] | None = None,
     ) -> Prefetch:
         """Steps that are loaded, agreed on and planned on a thread, while earlier ones run.
 
@@ -174,6 +176,7 @@ class Balancer:
             ahead: steps that are ready at most, beside the one that runs; the same on all ranks.
             conditioning_of: of a batch what ``prepare`` takes as ``conditioning``.
             num_rows_of: of a batch what ``prepare`` takes as ``num_rows``.
+            empty: see ``join``; called on the thread.
 
         Raises:
             ConfigurationError: ``ahead`` is no integer of at least 1.
@@ -187,7 +190,29 @@ class Balancer:
             ahead=ahead,
             conditioning_of=conditioning_of,
             num_rows_of=num_rows_of,
+            empty=empty,
         )
+
+    def join(self, loader: Any, *, empty: Callable[[], Any] | None = None) -> Iterator[Any]:
+        """The batches of a loader, in a loop that ends on all ranks together, whatever their loaders' lengths.
+
+            for batch in balancer.join(loader, empty=lambda: collate([])): ...
+
+        Every rank of the balancing group iterates, makes the same calls for each batch, and leaves the loop (``break``)
+        in the same step. One small gather a step, over the CPU group.
+
+        Args:
+            loader: gives this rank's batches.
+            empty: makes a batch without samples. A rank whose loader has ended gets these until all have ended, so that
+                every batch is trained on. Without it the loop ends before the first step for which some rank's loader
+                has no batch. All ranks give it, or none.
+
+        Raises:
+            RankError: a loader or ``empty`` raised on some rank; on all ranks, naming it.
+            DisagreementError: a rank makes another call instead; on all ranks.
+        """
+        method = "join" if empty is None else "join, with empty"
+        return joined(self.group, lambda: self._fingerprint(method), loader, empty)
 
     def prepare_micro_batches(
         self,

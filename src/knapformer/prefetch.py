@@ -16,10 +16,8 @@ from knapformer.execution.agreement import LocalInput, begin_step
 from knapformer.execution.groups import BalancingGroup
 from knapformer.execution.transport import all_gather
 from knapformer.given.lengths import parse_local_lengths
+from knapformer.loops import BATCH, END, STOP, Batches, Brought, is_over
 from knapformer.step import Step
-
-BATCH, END, STOP, FAILED = 0, 1, 2, 3
-"""What a rank brings to the next step: a batch, or the news that its loader or its loop has ended, or has failed."""
 
 LEAVE_S = 5.0
 """How long a loop that is left waits for its thread, which may wait for other ranks."""
@@ -51,9 +49,9 @@ class Ready:
 class Prefetch:
     """Iterates over ``(batch, step)``; ``Balancer.prefetch`` makes it. One iteration at a time.
 
-    The loop ends on all ranks together: before the first step for which some rank's loader has no batch. What others
-    have loaded for that step is not trained on, and is not counted in ``state_dict``. A loop that is left (``break``)
-    must be left by every rank in the same step.
+    The loop ends on all ranks together: before the first step for which some rank's loader has no batch, or, with
+    ``empty``, none has. What others have loaded for that step is not trained on, and is not counted in ``state_dict``.
+    A loop that is left (``break``) must be left by every rank in the same step.
     """
 
     def __init__(
@@ -67,12 +65,13 @@ class Prefetch:
         ahead: int,
         conditioning_of: Callable[[Any], Mapping[str, Any]] | None,
         num_rows_of: Callable[[Any], int] | None,
+        empty: Callable[[], Any] | None,
     ) -> None:
         if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 1:
             raise ConfigurationError(f"ahead must be an integer of at least 1, got {ahead!r}")
         self._loop_group, self._fingerprint, self._loader = group, fingerprint, loader
         self._lengths_of, self._conditioning_of, self._num_rows_of = lengths_of, conditioning_of, num_rows_of
-        self.group, self.plan_step, self.ahead = group.beside(), plan_step, ahead
+        self.group, self.plan_step, self.ahead, self.empty = group.beside(), plan_step, ahead, empty
         self._state: Any = None
         self._running = False
 
@@ -142,7 +141,8 @@ class _Thread:
     loop still runs an earlier step."""
 
     def __init__(self, owner: Prefetch, loader: Any, fingerprint: Mapping[str, Any]) -> None:
-        self._owner, self._loader, self._batches, self._fingerprint = owner, loader, iter(loader), fingerprint
+        self._owner, self._loader, self._fingerprint = owner, loader, fingerprint
+        self._batches, self._state = Batches(loader, owner.empty), None
         self._ready: queue.Queue[Ready | None] = queue.Queue()
         self._room = threading.Semaphore(owner.ahead)
         self._left = threading.Event()
@@ -184,19 +184,14 @@ class _Thread:
     def _next(self, num_batches: int) -> Ready | None:
         """Load and plan a step, with all ranks; None where one of them has come to its end."""
         owner, group = self._owner, self._owner.group
-        batch, status, failure = None, STOP, None
-        if not self._left.is_set():
-            try:
-                batch, status = next(self._batches), BATCH
-            except StopIteration:
-                status = END
-            except Exception as error:  # carried to all ranks
-                status, failure = FAILED, error
-        state = _state_of(self._loader, num_batches) if status == BATCH and self._is_stateful else None
-        statuses = all_gather(group, np.asarray([status], np.int64))
-        if (statuses != BATCH).any() and not (statuses == FAILED).any():
+        brought = Brought(None, STOP) if self._left.is_set() else self._batches.take()
+        if brought.status == BATCH and self._is_stateful:
+            self._state = _state_of(self._loader, num_batches)
+        statuses = all_gather(group, np.asarray([brought.status], np.int64))
+        if is_over(statuses):
             return None
-        local = LocalInput({}, {}) if status in (END, STOP) else owner.local_input(batch, failure)
+        has_batch = brought.status not in (END, STOP)
+        local = owner.local_input(brought.batch, brought.failure) if has_batch else LocalInput({}, {})
         try:
             step = owner.plan_step(group, local, self._fingerprint)
         except Exception as error:
@@ -205,7 +200,7 @@ class _Thread:
         if self._device is not None:
             event = torch.Event(group.device)
             event.record()
-        return Ready(batch, step, state, None, event)
+        return Ready(brought.batch, step, self._state, None, event)
 
 
 def _find_stateful(loader: Any) -> Any:
