@@ -163,8 +163,8 @@ def _balance(model: Any, fsdp: bool, lanes: int) -> None:
     if fsdp:
         from torch.distributed.fsdp import fully_shard
 
-        for module in model.modules():
-            if type(module).__name__ in (model._repeated_blocks or ()):
+        for module in model.modules():  # not embedders: docs/diffusers.md says why
+            if type(module).__name__ in (model._repeated_blocks or ()) and "TransformerBlock" in type(module).__name__:
                 fully_shard(module)
         fully_shard(model)
 
