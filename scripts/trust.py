@@ -3,6 +3,7 @@
     make trust                                       # the page, from the newest file of each kind
     python scripts/trust.py --measure precision      # benchmarks/DATE-precision.json, minutes
     python scripts/trust.py --measure disagreements  # benchmarks/DATE-disagreements.json
+    python scripts/trust.py --measure faults         # benchmarks/DATE-faults.json
 
 ``make soak`` with ``--json`` and ``benchmarks/agreement.py`` make the other two kinds. A kind without a file has no
 section. Every file says which command made it, when, and on what; nothing on the page is typed by hand.
@@ -13,6 +14,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
@@ -80,6 +82,16 @@ def disagreements(content: Content) -> str:
     return (
         f"{len(seen)} ways in which ranks can disagree, each tried with real ranks; {longest:.2g} s at most until all "
         "knew.\n\n" + table(["what differs", "what the user sees", "seconds"], seen)
+    )
+
+
+def faults(content: Content) -> str:
+    """Rows: what happens on one rank, what rank 0 is told, seconds until then."""
+    seen = [[what, f"`{text}`", seconds] for what, text, seconds in content["rows"]]
+    return (
+        f"{len(seen)} faults of one of three gloo ranks, rank 1, and the error of rank 0. The balancers' timeout is 20 s "
+        "where a rank is killed, and 3 s in the other rows. A rank looks for the reason up to 3 s after that.\n\n"
+        + table(["what happens", "what rank 0 is told", "seconds"], seen)
     )
 
 
@@ -151,6 +163,7 @@ def agreement(content: Content) -> str:
 
 SECTIONS: dict[str, tuple[str, Callable[[Content], str]]] = {
     "disagreements": ("Ranks that disagree", disagreements),
+    "faults": ("Ranks that fail", faults),
     "soak": ("Random steps", soak),
     "precision": ("Reduced precision", precision),
     "agreement": ("What agreement costs", agreement),
@@ -183,7 +196,19 @@ def measure_disagreements() -> list[list[Any]]:
     return [list(row) for row in disagreements.run_all()]
 
 
-MEASURES: dict[str, Callable[[], Any]] = {"precision": measure_precision, "disagreements": measure_disagreements}
+def measure_faults() -> list[list[Any]]:
+    """``tests/support/faults.py``: rows (what happens, what the others see, seconds)."""
+    import faults as cases
+
+    with tempfile.TemporaryDirectory() as folder:
+        return [list(row) for row in cases.run_all(folder)]
+
+
+MEASURES: dict[str, Callable[[], Any]] = {
+    "precision": measure_precision,
+    "disagreements": measure_disagreements,
+    "faults": measure_faults,
+}
 
 
 def main(

@@ -42,6 +42,7 @@ CALL = {
     "before prepare": r"in prepare of step 2 for ranks",
     "between prepare and route": r"in step 2, call 1: route of tokens.* for ranks?",
     "in attention": r"in step 2, call \d+: attention.* for ranks?",
+    "midway through an exchange": r"in step 2, call \d+: attention.* for ranks?",
     "in backward": r"in step 2, backward of call \d+: attention.* for ranks?",
 }
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -23,7 +25,7 @@ HEADS, WIDTH, RANKS, ODD = 4, 8, 3, 1
 COST = CostModel(hidden=HEADS * WIDTH, num_heads=HEADS)
 LENGTHS = ([64, 32], [48], [])
 TIMEOUT_S = 3.0
-PLACES = ("before prepare", "between prepare and route", "in attention", "in backward")
+PLACES = ("before prepare", "between prepare and route", "in attention", "midway through an exchange", "in backward")
 At = Callable[[str], None]
 
 
@@ -37,10 +39,27 @@ def a_step(balancer: Balancer, rank: int, at: At, *, lengths: Any = None) -> Ten
         if layer == 1:
             at("in attention")
             x.register_hook(lambda gradient: at("in backward"))
-        x = step.attention(x, x, x)
+        with midway(at) if layer == 2 else contextlib.nullcontext():
+            x = step.attention(x, x, x)
     loss: Tensor = step.restore(x).sum()
     loss.backward()
     return loss
+
+
+@contextlib.contextmanager
+def midway(at: At) -> Iterator[None]:
+    """``at`` is called when the first message of this rank's next exchange is on its way, and the others are not."""
+    send, sent = dist.isend, []
+
+    def isend(*args: Any, **arguments: Any) -> Any:
+        if len(sent) == 1:
+            at("midway through an exchange")
+        sent.append(None)
+        return send(*args, **arguments)
+
+    with mock.patch.object(dist, "isend", isend):
+        yield
+    assert len(sent) != 1, "no second message: nothing happens midway"
 
 
 def told(function: Callable[[], Any]) -> tuple[str, str, float]:
@@ -151,8 +170,8 @@ def in_backward(balancer: Balancer, rank: int, is_odd: bool) -> None:
     guarded(balancer, rank, at_place("in backward", boom) if is_odd else nothing)
 
 
-def interrupted(balancer: Balancer, rank: int, is_odd: bool) -> None:
-    guarded(balancer, rank, at_place("between prepare and route", interrupt) if is_odd else nothing)
+def interrupted(place: str) -> Callable[[Balancer, int, bool], None]:
+    return lambda balancer, rank, is_odd: guarded(balancer, rank, at_place(place, interrupt) if is_odd else nothing)
 
 
 def loader(balancer: Balancer, rank: int, is_odd: bool) -> None:
@@ -210,10 +229,16 @@ def loss_of_something_else(balancer: Balancer, rank: int, is_odd: bool) -> None:
     step.check()
 
 
+INTERRUPTED = ("prepare of step 2", "call 1: route", "attention", "attention", r"backward of call \d+")
+"""What the others wait in while the odd rank is interrupted, of ``PLACES``."""
+
 CASES: dict[str, tuple[Callable[[Balancer, int, bool], None], str]] = {
     "an exception in the model": (in_the_model, "RankError: rank 1: ValueError: boom .*waited .* attention"),
     "an exception in backward": (in_backward, r"RankError: rank 1: ValueError: boom .*waited .*backward of call \d+"),
-    "Ctrl-C": (interrupted, r"RankError: rank 1: KeyboardInterrupt.*waited .*call 1: route"),
+    **{
+        f"Ctrl-C {place}": (interrupted(place), rf"RankError: rank 1: KeyboardInterrupt.*waited .*{where}")
+        for place, where in zip(PLACES, INTERRUPTED, strict=True)
+    },
     "a loader that raises": (loader, "RankError: rank 1: ValueError: boom .*waited .* prepare of step 2 for ranks"),
     "a loader that raises, told with error=": (loader_with_error, "RankError: rank 1: ValueError: boom$"),
     "a planner that raises": (planner, "RankError: rank 1: ValueError: boom$"),

@@ -143,6 +143,7 @@ class Transcript:
         everything: digest of all calls in their order: the same on ranks that a step connects.
         links: by step and micro-step, which ranks those that were used connect.
         failures: errors that this rank raised in calls that others make, too.
+        unfinished: exchanges that were begun, and whose messages this rank has not waited for yet.
     """
 
     window: int
@@ -152,6 +153,7 @@ class Transcript:
     everything: int = 0
     links: dict[tuple[int, int], Callable[[], Links]] = field(default_factory=dict)
     failures: list[KnapFormerError] = field(default_factory=list)
+    unfinished: list[Call] = field(default_factory=list)
     _ran_backward: set[tuple[int, int]] = field(default_factory=set)
 
     def note(self, call: Call) -> None:
@@ -172,6 +174,18 @@ class Transcript:
     def digests(self) -> tuple[int, int]:
         """What all ranks have in common, and what those have that a step connects."""
         return (self.forward ^ self.backward) & WORD, self.everything
+
+    def finish(self, call: Call) -> None:
+        """The messages of an exchange are through."""
+        self.unfinished = [other for other in self.unfinished if other is not call]
+
+    def withdraw(self) -> None:
+        """This rank goes no further: what it has begun and not finished counts as not made."""
+        for unfinished in self.unfinished:
+            at = max((i for i, (call, _) in enumerate(self.calls) if call is unfinished), default=None)
+            if at is not None:
+                del self.calls[at]
+        self.unfinished.clear()
 
     def told(self) -> tuple[list[str], list[str]]:
         """What ``digests`` are of, in words."""
@@ -268,6 +282,7 @@ class Calls:
         try:
             for work in works:
                 work.wait()
+            self.transcript.finish(waiting.call)
         except RuntimeError as error:
             self.explain(error, waiting, began)
         finally:
@@ -293,6 +308,7 @@ class Calls:
         """An exception ends the step on this rank: tell those that wait for it; see ``knapformer.Balancer.guard``."""
         if self.verdict is None:
             told = error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
+            self.transcript.withdraw()
             with contextlib.suppress(RuntimeError):  # the store went away with the rank that kept it
                 self.failed(Call.of(self.num_steps, 0, 0, FAILED), told)
 

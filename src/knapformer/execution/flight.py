@@ -21,6 +21,8 @@ def launch(tensors: Sequence[Tensor], route: AnyRoute, channel: Channel, call: C
         call: which one it is, where the channel tells calls apart.
     """
     began = time.perf_counter()
+    if call is not None and channel.calls is not None and route.peers:
+        channel.calls.transcript.unfinished.append(call)
     if isinstance(route, JointRoute):
         flight: Flight = JointFlight(tensors, route, channel)
     else:
