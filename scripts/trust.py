@@ -89,8 +89,8 @@ def faults(content: Content) -> str:
     """Rows: what happens on one rank, what rank 0 is told, seconds until then."""
     seen = [[what, f"`{text}`", seconds] for what, text, seconds in content["rows"]]
     return (
-        f"{len(seen)} faults of one of three gloo ranks, rank 1, and the error of rank 0. The balancers' timeout is 20 s "
-        "where a rank is killed, and 3 s in the other rows. A rank looks for the reason up to 3 s after that.\n\n"
+        f"{len(seen)} faults of one of three gloo ranks, rank 1, and the error of rank 0. The balancers' timeout is "
+        "20 s where a rank is killed, and 3 s in the other rows. A rank looks for the reason up to 3 s after that.\n\n"
         + table(["what happens", "what rank 0 is told", "seconds"], seen)
     )
 
