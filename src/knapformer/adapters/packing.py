@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from knapformer.adapters.dispatched import check_not_cut
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.compiling import any_number_of_rows
 from knapformer.execution.devices import to_device
@@ -125,7 +126,8 @@ def samples(
         is_shareable: a tensor without a batch dimension is that of every sample.
 
     Raises:
-        ConfigurationError: neither a list of ``ndim``-dimensional tensors nor a tensor of one more dimension.
+        ConfigurationError: neither a list of ``ndim``-dimensional tensors nor a tensor of one more dimension, or a list
+            of tensors that accelerate's loader has cut.
         LengthsError: of another number of samples than ``hidden_states``.
     """
     if isinstance(values, Tensor) and values.ndim == ndim + 1:
@@ -142,6 +144,7 @@ def samples(
         if not isinstance(value, Tensor) or value.ndim != ndim:
             found = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigurationError(f"{name}[{i}]: expected a tensor {layout}, got {found}")
+    check_not_cut(name, values)
     if num_samples is not None and len(values) != num_samples:
         raise LengthsError(f"{name} has {len(values)} samples, hidden_states {num_samples}")
     return list(values)
