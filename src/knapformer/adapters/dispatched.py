@@ -1,4 +1,4 @@
-"""Samples that accelerate's dispatching loader has cut: it slices each tensor of a list of samples along its first axis."""
+"""Samples that accelerate's dispatching loader has cut: it slices each tensor of a list along its first axis."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from knapformer.errors import ConfigurationError
 def check_not_cut(name: str, values: Sequence[Any]) -> None:
     """Check that per-sample tensors are not the pieces that ``DataLoaderDispatcher`` makes.
 
-    It puts the batches of all ranks together tensor by tensor, and gives each rank a range of rows of every tensor: right
-    for tensors with a batch dimension, and rows of several samples in the place of each sample here. Seen where such a
-    loader is being iterated over and its tensors arrive as it gave them; not in copies of them.
+    It puts the batches of all ranks together tensor by tensor, and gives each rank a range of rows of every tensor:
+    right for tensors with a batch dimension, and rows of several samples in the place of each sample here. Seen where
+    such a loader is being iterated over and its tensors arrive as it gave them; not in copies of them.
 
     Raises:
         ConfigurationError: they are.
@@ -29,9 +29,9 @@ def check_not_cut(name: str, values: Sequence[Any]) -> None:
     for i, (x, base) in enumerate(zip(values, bases, strict=True)):
         if base is not None and base.shape[1:] == x.shape[1:] and len(base) > len(x) > 0:
             raise ConfigurationError(
-                f"{name}[{i}] is {len(x)} of the {len(base)} rows of a tensor that accelerate's DataLoaderDispatcher has "
-                "put together of several ranks' batches and cut: samples are mixed. It is the default for iterable data "
-                "sets; use Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
+                f"{name}[{i}] is {len(x)} of the {len(base)} rows of a tensor that accelerate's DataLoaderDispatcher "
+                "has put together of several ranks' batches and cut: samples are mixed. It is the default for iterable "
+                "data sets; use Accelerator(dataloader_config=DataLoaderConfiguration(dispatch_batches=False))"
             )
 
 
