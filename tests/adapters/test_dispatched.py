@@ -1,4 +1,4 @@
-"""accelerate's dispatching loader, its default for iterable data sets, cuts lists of tensors: balanced models say so."""
+"""accelerate's dispatching loader, its default for iterable data sets, cuts lists of tensors: models refuse them."""
 
 from __future__ import annotations
 
