@@ -3,7 +3,7 @@
 # make laws    the laws of plans on 10,000 random steps instead of 2,000
 # make soak    ten minutes of random balanced steps against unbalanced ones
 # make trust   docs/trust.md, from the newest results in benchmarks/
-# make check   formatting, lint, types
+# make check   formatting, lint, types, vulnerabilities and licences of what we depend on
 # make bench   planning time and routing, as JSON
 
 PYTHON ?= python3
@@ -36,6 +36,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python scripts/supply.py
 
 bench: $(INSTALLED)
 	$(BIN)/python benchmarks/planning_time.py
