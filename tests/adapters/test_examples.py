@@ -10,10 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 pytest.importorskip("diffusers")
 pytest.importorskip("peft")
+
+import example_jobs
+from launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
 STEP = re.compile(r"step (\d+) loss ([\d.]+) sequences split (\d+)")
@@ -49,6 +53,29 @@ def test_example(name: str) -> None:
     assert [i for i, _, _ in steps] == list(range(20))
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
     assert all(split > 0 for _, _, split in steps)
+
+
+def test_pretrained_weights_are_sharded_before_they_are_on_a_device(tmp_path: Path) -> None:
+    """The first loss is that of the run without --pretrained, whose weights these are; others give another.
+
+    Memory is that of the rank that only receives: its float32 shards, and a tensor or two of the checkpoint at a time.
+    """
+    flux = example_jobs.example("flux_fsdp2")
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        flux.Flux(**flux.TINY).save_pretrained(tmp_path / str(seed) / "transformer")
+    same, other = str(tmp_path / "0"), str(tmp_path / "1")
+    preload = ["torch.distributed", "knapformer.adapters.flux"]
+    sender, receiver = run_ranks(example_jobs.pretrained, 2, [same, None, other], preload=preload)
+    losses = [float(STEP.findall(text)[0][1]) for text in sender["losses"]]
+    assert losses[0] == pytest.approx(losses[1], abs=2e-4)
+    assert abs(losses[2] - losses[1]) > 1e-2
+    read = flux.Flux.from_pretrained(same, subfolder="transformer", torch_dtype=torch.bfloat16)
+    assert all(torch.equal(x.float(), sender["weights"][name]) for name, x in read.state_dict().items())
+    largest, whole = (f(p.numel() for p in read.parameters()) for f in (max, sum))
+    assert receiver["dtypes"] == {torch.float32} and receiver["local"] + sender["local"] == whole
+    assert 2 * 3 * largest < 2 * whole / 4
+    assert receiver["peak"] < 4 * receiver["local"] + 2 * 3 * largest
 
 
 def free_port() -> str:
