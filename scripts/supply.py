@@ -67,6 +67,7 @@ SAME_AS = {
     "ISC License (ISCL)": "ISC",
     "Mozilla Public License 2.0 (MPL 2.0)": "MPL-2.0",
     "Python Software Foundation License": "PSF-2.0",
+    "PSFL": "PSF-2.0",
     "The Unlicense (Unlicense)": "Unlicense",
 }
 """Names of licences in metadata without SPDX expressions: classifiers and free text."""
