@@ -5,7 +5,7 @@
     python scripts/trust.py --measure disagreements  # benchmarks/DATE-disagreements.json
     python scripts/trust.py --measure faults         # benchmarks/DATE-faults.json
 
-``make soak`` with ``--json`` and ``benchmarks/agreement.py`` make the other two kinds. A kind without a file has no
+``make soak`` with ``--json``, ``scripts/fuzz.py`` and ``benchmarks/agreement.py`` make the other kinds. A kind without a file has no
 section. Every file says which command made it, when, and on what; nothing on the page is typed by hand.
 """
 
@@ -95,6 +95,24 @@ def faults(content: Content) -> str:
     )
 
 
+def inputs(content: Content) -> str:
+    """Rows: dictionaries, as scripts/fuzz.py names them."""
+    rows = content["rows"]
+    tried = sum(row["refused"] + row["accepted"] for row in rows)
+    broken = [row["what"] for row in rows if row["broken"]]
+    end = f"**Broken: {', '.join(broken)}**." if broken else "None broke."
+    return (
+        f"{tried:,} contents, made of right ones by changes of values, places and characters. A parser refuses one with an "
+        "error of ours in one line, or what it returns keeps its laws: a plan places every token and head once, numbers "
+        "are finite and come back equal from a second reading. Anything else, or more than 10 s, counts as broken. "
+        f"{end}\n\n"
+        + table(
+            ["what is read", "refused", "accepted", "in the corpus"],
+            [[row["what"], row["refused"], row["accepted"], row["corpus"]] for row in rows],
+        )
+    )
+
+
 def soak(content: Content) -> str:
     """Cases and worst errors by precision."""
     ranks = sorted(int(number) for number in content["ranks"])
@@ -164,6 +182,7 @@ def agreement(content: Content) -> str:
 SECTIONS: dict[str, tuple[str, Callable[[Content], str]]] = {
     "disagreements": ("Ranks that disagree", disagreements),
     "faults": ("Ranks that fail", faults),
+    "inputs": ("Files and arguments from outside", inputs),
     "soak": ("Random steps", soak),
     "precision": ("Reduced precision", precision),
     "agreement": ("What agreement costs", agreement),

@@ -3,9 +3,18 @@
 Errors that one rank causes are raised with the same type and text on every rank of the balancing group.
 """
 
+MOST_CHARACTERS = 2000
+"""Of an error's text: values that it quotes may be as long as a file."""
+
 
 class KnapFormerError(Exception):
     """Base of every error that KnapFormer raises on purpose."""
+
+    def __init__(self, text: str = "") -> None:
+        if len(text) > MOST_CHARACTERS:
+            half = MOST_CHARACTERS // 2
+            text = f"{text[:half]} … {len(text) - 2 * half:,} characters … {text[-half:]}"
+        super().__init__(text)
 
 
 class ConfigurationError(KnapFormerError, ValueError):

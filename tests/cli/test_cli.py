@@ -159,7 +159,7 @@ def test_a_wrong_lengths_file_is_one_line(capsys, tmp_path, content, message):
         (["bench", "--checkpoint", "all"], "checkpoint must be one of"),
         (["bench", "--steps", "2"], "warm-up steps must be fewer than steps"),
         (["bench", "--codes", "g1b1"], "'g1b1' is neither"),
-        (["bench", "--ranks", "0"], "at least one rank"),
+        (["bench", "--ranks", "0"], "--ranks"),
         (["bench", "--ranks", "2", "--planners", "bags:g3n1"], "2 ranks is not a multiple of the 3 ranks"),
         (["bench", "--ranks", "2", "--shard-size", "3"], "shards of 3 ranks do not divide 2 ranks"),
     ],

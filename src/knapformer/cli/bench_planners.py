@@ -12,6 +12,7 @@ import typer
 from knapformer.cli.common import write_json
 from knapformer.cli.options import MOST_RANKS
 from knapformer.errors import ConfigurationError
+from knapformer.plans.registry import check_installed
 from knapformer.version import __version__
 
 MOST_SEEDS, MOST_SEED_DIGITS = 1000, 9
@@ -29,13 +30,15 @@ def bench_planners(
     from knapformer.predict.planner_table import SCENARIOS, planner_table
     from knapformer.predict.planner_table import bench_planners as run
 
+    if cp_sat:
+        check_installed("cp-sat")
     words = [word for word in only.split(",") if word]
     chosen = [s for s in SCENARIOS if not words or any(word in s.workload for word in words)]
     chosen = [s for s in chosen if s.lengths(0, 0).num_ranks <= max_ranks]
     if not chosen:
         known = ", ".join(dict.fromkeys(s.workload for s in SCENARIOS))
         raise ConfigurationError(f"no scenario of up to {max_ranks} ranks matches {only!r}; known: {known}")
-    rows = list(run(chosen, _seeds(seeds), cp_sat))
+    rows = list(run(chosen, seeds_of(seeds), cp_sat))
     content = {
         "schema": "knapformer.bench-planners/1",
         "date": datetime.now(timezone.utc).date().isoformat(),
@@ -48,7 +51,8 @@ def bench_planners(
     typer.echo(json.dumps(content) if as_json else planner_table(rows))
 
 
-def _seeds(text: str) -> range:
+def seeds_of(text: str) -> range:
+    """The value of ``--seeds``."""
     first, dash, last = text.partition("-")
     if not (first.isdecimal() and (last.isdecimal() or not dash)):
         raise ConfigurationError(f"--seeds must be of the form 0-8, got {text!r}")

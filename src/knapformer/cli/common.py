@@ -31,9 +31,9 @@ def parse_cap(text: str) -> int | Literal["auto"] | None:
     if text == "none":
         return None
     if not text.isdecimal():
-        raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text!r}")
+        raise ConfigurationError(f"--max-tokens-per-rank must be a number, auto or none, got {text[:60]!r}")
     if len(text) > MOST_CAP_DIGITS:
-        raise ConfigurationError(f"--max-tokens-per-rank must have at most {MOST_CAP_DIGITS} digits, got {text}")
+        raise ConfigurationError(f"--max-tokens-per-rank must have at most {MOST_CAP_DIGITS} digits, got {text[:60]}")
     return int(text)
 
 
@@ -79,6 +79,19 @@ def check_output(name: str, file: Path | None) -> None:
             pass
     except OSError as error:
         raise ConfigurationError(f"--{name} {file}: cannot be written: {error.strerror or error}") from None
+
+
+def companion(file: Path, suffix: str) -> Path:
+    """The file of another kind that goes beside an output, checked as that is.
+
+    Raises:
+        ConfigurationError: it is the output itself, or cannot be written.
+    """
+    beside = file.with_suffix(suffix)
+    if beside == file:
+        raise ConfigurationError(f"--output {file}: a file of this name goes beside it: give it another ending")
+    check_output("output", beside)
+    return beside
 
 
 def require_packages(what: str, extra: str, *modules: str) -> None:

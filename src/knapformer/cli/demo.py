@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from knapformer.cli.common import require_packages, write_text
+from knapformer.cli.common import companion, require_packages, write_text
 from knapformer.cli.options import MOST_RANKS
 from knapformer.cli.report import write_page
 
@@ -18,7 +18,7 @@ DEMO_FILE = Path("runs/demo.json")
 
 def demo(
     ranks: Annotated[
-        int | None, typer.Option(help="Processes; as many as cores (2 to 8), or all GPUs.", max=MOST_RANKS)
+        int | None, typer.Option(help="Processes; as many as cores (2 to 8), or all GPUs.", min=1, max=MOST_RANKS)
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Results file; the page goes beside it.")] = DEMO_FILE,
 ) -> None:
@@ -27,7 +27,7 @@ def demo(
     from knapformer.demo.launch import default_num_ranks
 
     num_ranks = default_num_ranks() if ranks is None else ranks
-    config = TrainConfig(planners=default_planners(max(num_ranks, 1)))
+    config = TrainConfig(planners=default_planners(num_ranks))
     compare(config, num_ranks, output)
 
 
@@ -37,6 +37,7 @@ def compare(config: Any, num_ranks: int, output: Path) -> None:
     from knapformer.demo.results import calibration_line, explanation, results_table
 
     require_packages("demo and bench", "demo", "skimage", "PIL", "plotly")
+    page = companion(output, ".html")
     console = Console()
     result = run_comparison(config, num_ranks=num_ranks)
     if result is None:
@@ -45,4 +46,4 @@ def compare(config: Any, num_ranks: int, output: Path) -> None:
     console.print(calibration_line(result), highlight=False)
     console.print(results_table(result["summary"]))
     console.print(explanation(result), style="dim", highlight=False)
-    console.print(f"{output}, {write_page(result, output.with_suffix('.html'))}", style="dim")
+    console.print(f"{output}, {write_page(result, page)}", style="dim")

@@ -29,6 +29,8 @@ from knapformer.predict.words import than
 if TYPE_CHECKING:
     from knapformer.plans.planners import Evaluation
 
+LANES: dict[str, int | str] = {"1": 1, "2": 2, "auto": "auto"}
+
 FILE_WIDTH = 160
 """Characters of a line that goes to a file or to another program."""
 
@@ -76,9 +78,10 @@ def plan(
     cost = subject.cost
     layout = None if placing.topology is None else Topology.parse(placing.topology, placing.ranks_per_node)
     step, cap = read_lengths(lengths), parse_cap(placing.max_tokens_per_rank)
-    lanes = int(placing.lanes) if placing.lanes in ("1", "2") else placing.lanes
+    if placing.lanes not in LANES:
+        raise ConfigurationError(f"--lanes must be one of {', '.join(LANES)}, got {placing.lanes[:60]!r}")
     make = partial(make_plan, step, cost=cost, planner=placing.planner, topology=layout)
-    result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=lanes, effort=placing.effort))
+    result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=LANES[placing.lanes], effort=placing.effort))
     evaluation = evaluate(result, cost)
     if printed.output is not None:
         write_text(printed.output, json.dumps(result.to_dict()) + "\n")

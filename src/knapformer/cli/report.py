@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from knapformer.cli.common import require_packages, write_text
+from knapformer.cli.common import companion, require_packages, write_text
 
 
 def report(
@@ -21,8 +21,8 @@ def report(
 
     require_packages("report", "demo", "plotly")
 
-    page = write_page(read_results(results), results.with_suffix(".html") if output is None else output)
-    print(page)
+    file = companion(results, ".html") if output is None else output
+    print(write_page(read_results(results), file))
 
 
 def write_page(content: Any, file: Path) -> Path:

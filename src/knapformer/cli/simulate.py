@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from knapformer.cli.common import check_picture, pictured, progress_bar, stamp, write_json
+from knapformer.cli.common import check_picture, companion, pictured, progress_bar, stamp, write_json
 from knapformer.cli.options import MOST_STEPS, NAMES, Compared, Drawn, Target
 from knapformer.errors import ConfigurationError
 from knapformer.given.lengths import Lengths, read_lengths
@@ -36,18 +36,19 @@ def simulate(
     if (preset is None) == (workload is None):
         raise ConfigurationError("give --preset or --workload, one of them")
     check_picture(picture, as_json)
+    tables = None if output is None else companion(output, ".md")
     if workload is None:
         assert preset is not None
         results = _preset_results(preset, drawn, target, compared, steps)
     else:
         results = [_simulate_one(workload, drawn, steps, target, compared)]
     content = {"schema": "knapformer.simulate/1", **stamp(), "hardware": _sources(results), "results": results}
-    if output is not None:
+    if output is not None and tables is not None:
         from knapformer.predict.simulate_tables import markdown
 
         write_json(output, content)
         title = f"Simulated: {preset or workload}"
-        output.with_suffix(".md").write_text(markdown(title, content["command"], results) + "\n")
+        tables.write_text(markdown(title, content["command"], results) + "\n")
     if as_json:
         print(json.dumps(content))
         return

@@ -32,6 +32,9 @@ TIMEOUT = timedelta(minutes=10)
 
 MOST_CPU_RANKS = 8
 
+MOST_STARTED = 256
+"""Processes on one machine."""
+
 
 def default_num_ranks() -> int:
     """All GPUs, or as many ranks as cores, 2 at least and 8 at most."""
@@ -68,6 +71,10 @@ def run_comparison(config: TrainConfig, *, num_ranks: int | None = None) -> dict
     num_ranks = default_num_ranks() if num_ranks is None else num_ranks
     if num_ranks < 1:
         raise ConfigurationError(f"needs at least one rank, got {num_ranks}")
+    if num_ranks > MOST_STARTED:
+        raise ConfigurationError(
+            f"{MOST_STARTED} ranks at most are started on one machine, got {num_ranks}: use torchrun"
+        )
     config.check_ranks(num_ranks)
     if torch.cuda.is_available() and num_ranks > torch.cuda.device_count():
         raise ConfigurationError(f"{num_ranks} ranks need as many GPUs, there are {torch.cuda.device_count()}")

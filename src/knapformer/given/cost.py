@@ -21,8 +21,8 @@ FloatArray = npt.NDArray[np.float64]
 MAX_HEADS = 2**16
 MAX_LAYERS = 10_000
 MAX_NODE = 2**31 - 1
-MAX_NUMBER = 1e100
-"""Of anything here; products of two stay finite."""
+MIN_NUMBER, MAX_NUMBER = 1e-30, 1e30
+"""Of anything here that is not 0; so no time of any sequence is infinite, or 0."""
 
 DEFAULT_LINK_MARGIN = 3.0
 """See ``Machine.link_margin``; chosen by the table of docs/planning.md."""
@@ -330,7 +330,9 @@ def _is_number(value: Any) -> bool:
 
 def _require_positive(name: str, value: Any) -> None:
     if not _is_number(value) or value <= 0:
-        raise ConfigurationError(f"{name} must be a number above 0, got {value!r}")
+        raise ConfigurationError(f"{name} must be a number above 0, {MAX_NUMBER:g} at most, got {value!r}")
+    if value < MIN_NUMBER:
+        raise ConfigurationError(f"{name} must be {MIN_NUMBER:g} at least, got {value!r}")
 
 
 def _require_count(name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ Ranks plan by themselves, so all of them must have registered the same function.
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from enum import Enum
@@ -130,6 +131,17 @@ def find_planner(name: str) -> Planner:
     return PLANNERS[name]
 
 
+def check_installed(name: str) -> None:
+    """Check that the package which a planner needs is there, without importing it.
+
+    Raises:
+        ConfigurationError: naming the extra that brings it.
+    """
+    package = find_planner(name).package
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise ConfigurationError(f"the planner {name} needs {package}: pip install 'knapformer[{name}]'")
+
+
 def check_effort(effort: str) -> str:
     """``effort`` itself.
 
@@ -158,9 +170,11 @@ class PlannerSpec:
         """Read ``NAME`` or ``NAME:LAYOUT``.
 
         Raises:
-            ConfigurationError: an unknown planner, or bags without a layout or others with one.
+            ConfigurationError: an unknown planner, one whose package is missing, or bags without a layout or others
+                with one.
         """
         name, _, layout = text.strip().partition(":")
+        check_installed(name)
         if find_planner(name).needs_bags != bool(layout):
             raise ConfigurationError(f"bags need a layout and other planners have none, as in bags:g2n1; got {text!r}")
         return cls(name, str(Topology.parse(layout)) if layout else None)

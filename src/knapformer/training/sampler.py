@@ -15,12 +15,9 @@ from knapformer.errors import ConfigurationError, DisagreementError, KnapFormerE
 from knapformer.execution.groups import BalancingGroup, gather_values, subgroup
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import IntArray, parse_local_lengths
+from knapformer.training.sampler_state import MOST_SEED, SCHEMA, read_state
 from knapformer.workloads.arrangement import Arrangement
 from knapformer.workloads.sampling import Done, Epoch, SampledStep, digest
-
-SCHEMA = "knapformer.sampler/1"
-
-_MOST = 2**63 - 1
 
 
 class BalancedBatchSampler(Sampler[list[int]]):
@@ -101,7 +98,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
                 cost=CostModel() if cost is None else cost,
             )
             self._rank = _checked("rank", 0 if rank is None else rank, self._arrangement.num_ranks - 1)
-            self._seed = _checked("seed", seed, _MOST)
+            self._seed = _checked("seed", seed, MOST_SEED)
         except KnapFormerError as error:
             failure = error
         self._shuffle, self._in_turns = bool(shuffle), bool(in_turns)
@@ -109,14 +106,14 @@ class BalancedBatchSampler(Sampler[list[int]]):
             self._seed = self._agree(together, failure)
         elif failure is not None:
             raise failure
-        self._epoch = self._epoch_from(0, ())
+        self._epoch = self._fresh_epoch(0)
         self._handed_out = 0
         """Steps of this epoch that are done or handed out, those of earlier arrangements among them."""
 
     @property
     def epoch(self) -> int:
         """The epoch of the last iteration, or of the next one where none has begun."""
-        return self._number
+        return self._epoch.number
 
     @property
     def num_steps(self) -> int:
@@ -139,7 +136,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         if self.num_steps in (self.num_steps_done, self._handed_out):
-            self._epoch = self._epoch_from(self._number + 1, ())
+            self._epoch = self._fresh_epoch(self.epoch + 1)
         self._handed_out = self.num_steps_done
         return self._batches(self._epoch)
 
@@ -153,8 +150,8 @@ class BalancedBatchSampler(Sampler[list[int]]):
     def set_epoch(self, epoch: int) -> None:
         """Make the next iteration one of this epoch. Where it is that of the last one, or of a state that was loaded,
         nothing changes."""
-        if _checked("epoch", epoch, _MOST) != self._number:
-            self._epoch = self._epoch_from(epoch, ())
+        if _checked("epoch", epoch, MOST_SEED) != self.epoch:
+            self._epoch = self._fresh_epoch(epoch)
             self._handed_out = 0
 
     def step(self, index: int) -> SampledStep:
@@ -183,7 +180,7 @@ class BalancedBatchSampler(Sampler[list[int]]):
             "schema": SCHEMA,
             "seed": self._seed,
             "shuffle": self._shuffle,
-            "epoch": self._number,
+            "epoch": self.epoch,
             "lengths": digest(self._tokens),
             "done": [[arrangement.to_dict(), num_steps] for arrangement, num_steps in done if num_steps],
         }
@@ -197,18 +194,18 @@ class BalancedBatchSampler(Sampler[list[int]]):
         Raises:
             ConfigurationError: no such state, or one of other lengths.
         """
-        if not isinstance(state, Mapping) or state.get("schema") != SCHEMA:
-            raise ConfigurationError(f"expected the state of a sampler, {SCHEMA}, got {state!r:.200}")
-        if state["lengths"] != digest(self._tokens):
+        found = read_state(state)
+        if found.lengths != digest(self._tokens):
             raise ConfigurationError("the state is of a data set with other lengths, or in another order")
-        done = tuple((Arrangement.from_dict(content), int(num_steps)) for content, num_steps in state["done"])
-        self._seed, self._shuffle = _checked("seed", state["seed"], _MOST), bool(state["shuffle"])
-        self._epoch = self._epoch_from(_checked("epoch", state["epoch"], _MOST), done)
+        epoch = self._epoch_from(found.epoch, found.arrangements, seed=found.seed, shuffle=found.shuffle)
+        self._epoch, self._seed, self._shuffle = epoch, found.seed, found.shuffle
         self._handed_out = self.num_steps_done
 
-    def _epoch_from(self, number: int, done: Done) -> Epoch:
-        self._number = number
-        return Epoch(self._tokens, self._arrangement, seed=self._seed, epoch=number, shuffle=self._shuffle, done=done)
+    def _fresh_epoch(self, number: int) -> Epoch:
+        return self._epoch_from(number, (), seed=self._seed, shuffle=self._shuffle)
+
+    def _epoch_from(self, number: int, done: Done, *, seed: int, shuffle: bool) -> Epoch:
+        return Epoch(self._tokens, self._arrangement, seed=seed, epoch=number, shuffle=shuffle, done=done)
 
     def _agree(self, group: BalancingGroup, failure: KnapFormerError | None) -> int:
         """Rank 0's seed, where all ranks have the same lengths and settings. Every rank of the group calls it."""

@@ -49,24 +49,32 @@ def read_dataset(path: str | Path, shape: ModelShape) -> IntArray:
     if not set(SIZE_COLUMNS) <= set(names):
         raise ConfigurationError(
             f"{path} needs a column {LENGTH_COLUMNS[0]}, or columns width and height (and frames, text_tokens), "
-            f"got {', '.join(map(str, table.columns))}"
+            f"got {list(map(str, table.columns))}"
         )
     width, height = (_counts(path, table[names[name]], name, minimum=1) for name in SIZE_COLUMNS)
     frames = _counts(path, table[names["frames"]], "frames", minimum=1) if "frames" in names else np.ones_like(width)
     text = np.zeros_like(width)
     if "text_tokens" in names:
         text = np.minimum(_counts(path, table[names["text_tokens"]], "text_tokens", minimum=0), shape.max_text_tokens)
-    return sample_tokens(shape, width, height, frames, text)
+    tokens = sample_tokens(shape, width, height, frames, text)
+    if tokens.max() > MAX_LENGTH_TOKENS:
+        row = int(np.flatnonzero(tokens > MAX_LENGTH_TOKENS)[0])
+        size = f"{width[row]} × {height[row]} pixels, {frames[row]} frames"
+        raise LengthsError(f"{path}: row {row + 1}: {size} are more than {MAX_LENGTH_TOKENS} tokens")
+    return tokens
 
 
 def sample_tokens(
     shape: ModelShape, width: IntArray, height: IntArray, frames: IntArray, text_tokens: IntArray
 ) -> IntArray:
-    """(S,) what ``shape.tokens`` gives for each sample."""
+    """(S,) what ``shape.tokens`` gives for each sample; more than ``MAX_LENGTH_TOKENS`` where that is more."""
     pixels, multiple = shape.pixels_per_token, shape.stream_multiple
-    visual = -(-height // pixels) * -(-width // pixels) * ((frames - 1) // shape.temporal_rate + 1)
+    too_many = MAX_LENGTH_TOKENS + 1
+    image = -(-height // pixels) * -(-width // pixels)
+    visual = np.minimum(image, too_many) * ((frames - 1) // shape.temporal_rate + 1)
     text = text_tokens if shape.joint else np.zeros_like(text_tokens)
-    return np.asarray(sum(-(-stream // multiple) * multiple for stream in (visual, text)))
+    streams = (np.minimum(visual, too_many), text)
+    return np.asarray(sum(-(-stream // multiple) * multiple for stream in streams))
 
 
 def _read_table(path: Path) -> Any:
@@ -86,10 +94,9 @@ def _read_table(path: Path) -> Any:
         raise ConfigurationError(f"{path} is empty") from None
     except ImportError:
         raise ConfigurationError(f"reading {path} needs pyarrow: pip install knapformer[data]") from None
-    except OSError as error:
-        raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ConfigurationError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigurationError(f"cannot read {path}: {reason}") from None
 
 
 def _counts(path: Path, column: Any, name: str, *, minimum: int) -> IntArray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 
 from knapformer.errors import ConfigurationError
+from knapformer.given.lengths import MAX_LENGTH_TOKENS
 from knapformer.workloads import codes, opensora, stress, wan  # noqa: F401  (they register workloads)
 from knapformer.workloads.registry import WORKLOADS, Request, Rows, Workload, workload_names
 
@@ -35,13 +36,19 @@ def draw(name: str, rng: random.Random, num_ranks: int | None = None) -> Rows:
             fix it.
 
     Raises:
-        ConfigurationError: an unknown name, ranks that do not fit it, or more of them than are drawn.
+        ConfigurationError: an unknown name, ranks that do not fit it, or more of them, or longer sequences, than are
+            drawn.
     """
     found = find_workload(name)
     values = {} if found is codes.CODES else found.read(name)
     rows = found.draw(Request(name, found.pattern, values, rng, num_ranks))
     if num_ranks not in (None, len(rows)):
         raise ConfigurationError(f"workload {name!r} is for {len(rows)} ranks, got {num_ranks}")
+    longest = max((length for row in rows for length in row), default=0)
+    if longest > MAX_LENGTH_TOKENS:
+        raise ConfigurationError(
+            f"workload {name!r} has a sequence of {longest:,} tokens, at most {MAX_LENGTH_TOKENS:,}"
+        )
     return rows
 
 
