@@ -5,8 +5,8 @@
     python scripts/trust.py --measure disagreements  # benchmarks/DATE-disagreements.json
     python scripts/trust.py --measure faults         # benchmarks/DATE-faults.json
 
-``make soak`` with ``--json``, ``scripts/fuzz.py`` and ``benchmarks/agreement.py`` make the other kinds. A kind without a file has no
-section. Every file says which command made it, when, and on what; nothing on the page is typed by hand.
+``make soak`` with ``--json``, ``scripts/fuzz.py`` and ``benchmarks/agreement.py`` make the other kinds. A kind without
+a file has no section. Every file says which command made it, when, and on what; nothing on the page is typed by hand.
 """
 
 from __future__ import annotations
@@ -102,8 +102,8 @@ def inputs(content: Content) -> str:
     broken = [row["what"] for row in rows if row["broken"]]
     end = f"**Broken: {', '.join(broken)}**." if broken else "None broke."
     return (
-        f"{tried:,} contents, made of right ones by changes of values, places and characters. A parser refuses one with "
-        "an error of ours in one line, or what it returns keeps its laws: a plan places every token and head once, "
+        f"{tried:,} contents, made of right ones by changes of values, places and characters. A parser refuses one "
+        "with an error of ours in one line, or what it returns keeps its laws: a plan places every token and head once, "
         "numbers are finite and come back equal from a second reading. Anything else, or more than 10 s, counts as "
         "broken. "
         f"{end}\n\n"
