@@ -103,9 +103,9 @@ def inputs(content: Content) -> str:
     end = f"**Broken: {', '.join(broken)}**." if broken else "None broke."
     return (
         f"{tried:,} contents, made of right ones by changes of values, places and characters. A parser refuses one "
-        "with an error of ours in one line, or what it returns keeps its laws: a plan places every token and head once, "
-        "numbers are finite and come back equal from a second reading. Anything else, or more than 10 s, counts as "
-        "broken. "
+        "with an error of ours in one line, or what it returns keeps its laws: a plan places every token and head "
+        "once, numbers are finite and come back equal from a second reading. Anything else, or more than 10 s, "
+        "counts as broken. "
         f"{end}\n\n"
         + table(
             ["what is read", "refused", "accepted", "in the corpus"],
