@@ -63,7 +63,7 @@ def test_lengths_come_from_a_column_or_a_lengths_file(tmp_path: Path) -> None:
         (
             "a.csv",
             "w,h\n1,2\n",
-            "needs a column length, or columns width and height (and frames, text_tokens), got w",
+            "needs a column length, or columns width and height (and frames, text_tokens), got ['w', 'h']",
         ),
         ("a.csv", "width,height\n64,64\n64,-8\n", "row 2: height must be an integer of at least 1, got"),
         ("a.csv", "width,height\n64,64\n64,12.5\n", "row 2: height must be an integer of at least 1, got"),
