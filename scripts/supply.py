@@ -58,6 +58,7 @@ ALLOWED = {
 SAME_AS = {
     "MIT License": "MIT",
     "BSD License": "BSD",
+    "3-Clause BSD License": "BSD-3-Clause",
     "Apache": "Apache-2.0",
     "Apache 2.0": "Apache-2.0",
     "Apache 2.0 License": "Apache-2.0",

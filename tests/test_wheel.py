@@ -127,6 +127,25 @@ def test_the_wheel_runs_its_own_files(installed):
     assert str(installed / "dependencies") in path and not any(str(ROOT) in entry for entry in path)
 
 
+IMPORT_ALL = """
+import importlib, pkgutil, knapformer
+for module in pkgutil.walk_packages(knapformer.__path__, "knapformer."):
+    try:
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+    except ModuleNotFoundError as error:
+        print(".".join(module.name.split(".")[:2]), error.name)
+print("end")
+"""
+
+
+def test_every_module_needs_only_what_is_declared(installed):
+    """But for families of diffusers, which an extra brings."""
+    python = installed / "venv" / "bin" / "python"
+    missed = run(python, "-I", "-c", IMPORT_ALL, cwd=installed, env=without_compiler(installed)).splitlines()
+    assert set(missed) == {"knapformer.adapters diffusers", "end"}
+
+
 @pytest.mark.parametrize("missing", ["knapformer/_core.*.so", "../../../../dependencies/numpy"])
 def test_without_the_compiled_module_or_a_dependency_there_is_no_plan(installed, tmp_path, missing):
     """The comparison above is not made with files from elsewhere."""
