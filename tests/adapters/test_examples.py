@@ -1,4 +1,4 @@
-"""The examples run under torchrun and learn, on one node and on two agents over loopback; so do the recipes."""
+"""The examples run under their launchers and learn, on one node and on two agents over loopback; so do the recipes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ import example_jobs
 from launch import run_ranks
 
 ROOT = Path(__file__).parents[2]
-STEP = re.compile(r"step (\d+) loss ([\d.]+) sequences split (\d+)")
+STEP = re.compile(r"(?:step|epoch) (\d+) loss ([\d.]+)(?: sequences split (\d+))?")
+WEIGHTS = "pytorch_lora_weights.safetensors"
 TIMEOUT_S = 280
 
 
@@ -40,19 +41,59 @@ def finish(*agents: subprocess.Popen[str]) -> list[list[tuple[int, float, int]]]
         for agent in agents:
             agent.kill()
     assert all(agent.returncode == 0 for agent in agents), "\n".join(outputs)
-    return [[(int(i), float(loss), int(split)) for i, loss, split in STEP.findall(output)] for output in outputs]
+    return [[(int(i), float(loss), int(split or 0)) for i, loss, split in STEP.findall(output)] for output in outputs]
 
 
-@pytest.mark.parametrize("name", ["flux_fsdp2", "wan_lora"])
-def test_example(name: str) -> None:
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+ACCELERATE = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher", "options", "splits", "num_lines"),
+    [
+        ("flux_ddp", TORCHRUN, [], False, 45),
+        ("flux_fsdp2", TORCHRUN, ["--steps", "20"], True, 80),
+        ("wan_lora", TORCHRUN, ["--steps", "20"], True, 80),
+        ("flux_lora_accelerate", ACCELERATE, ["--epochs", "20", "--folder", "{folder}"], False, 90),
+    ],
+)
+def test_example(
+    name: str, launcher: list[str], options: list[str], splits: bool, num_lines: int, tmp_path: Path
+) -> None:
     path = ROOT / "examples" / f"{name}.py"
-    assert len(path.read_text().splitlines()) < 80
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    (steps,) = finish(start([*torchrun, str(path), "--steps", "20"], {}))
+    assert len(path.read_text().splitlines()) < num_lines
+    options = [option.format(folder=tmp_path) for option in options]
+    (steps,) = finish(start([*launcher, str(path), *options], {"MASTER_PORT": free_port()}))
     losses = [loss for _, loss, _ in steps]
     assert [i for i, _, _ in steps] == list(range(20))
     assert sum(losses[-5:]) < 0.97 * sum(losses[:5])
-    assert all(split > 0 for _, _, split in steps)
+    assert all(split > 0 for _, _, split in steps) or not splits
+    assert name != "flux_lora_accelerate" or {f"random_states_{r}.pkl" for r in (0, 1)} <= set(os.listdir(tmp_path))
+
+
+def test_a_lora_goes_on_where_accelerate_saved_it(tmp_path: Path) -> None:
+    """What is saved after it was loaded is what was loaded, on both ranks; diffusers loads the LoRA by itself.
+
+    Negative control: the untrained LoRA is another one.
+    """
+    preload = ["torch.distributed", "accelerate", "peft", "knapformer.adapters.flux"]
+    run_ranks(example_jobs.saved_again, 2, str(tmp_path), preload=preload, timeout_s=200)
+    lora = example_jobs.example("flux_lora_accelerate")
+    trained, again, untrained = (
+        lora.load_file(tmp_path / name / WEIGHTS) for name in ("trained", "again", "untrained")
+    )
+    assert len(trained) == 20
+    for name, x in trained.items():
+        assert torch.equal(x, again[name])
+        assert "lora_B" not in name or not torch.equal(x, untrained[name])
+    states = [torch.load(tmp_path / name / "optimizer.bin")["state"] for name in ("trained", "again")]
+    assert len(states[0]) == 20
+    for i, state in states[0].items():
+        assert all(torch.equal(x, states[1][i][key]) for key, x in state.items()) and float(state["step"]) == 2
+    model = lora.Flux(**lora.TINY)
+    model.load_lora_adapter(tmp_path / "trained", prefix=None, weight_name=WEIGHTS)
+    found = dict(model.named_parameters())
+    assert all(torch.equal(found[name.replace(".weight", ".default_0.weight")], x) for name, x in trained.items())
 
 
 def test_pretrained_weights_are_sharded_before_they_are_on_a_device(tmp_path: Path) -> None:

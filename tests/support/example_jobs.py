@@ -1,10 +1,12 @@
-"""What the tests of ``examples/flux_fsdp2.py`` run on each of two gloo ranks."""
+"""What the tests of the examples run of them on each of two gloo ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
 import io
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -46,3 +48,19 @@ def printed(flux: Any, folder: str | None) -> str:
     with mock.patch.object(dist, "destroy_process_group"), contextlib.redirect_stdout(text):
         flux.train(folder, steps=1)
     return text.getvalue()
+
+
+def saved_again(rank: int, world_size: int, folder: str) -> None:
+    """Folders that the accelerate example saves: after training, after going on for no step, and before training."""
+    lora = example("flux_lora_accelerate")
+    variables = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size)}
+    variables["LOCAL_WORLD_SIZE"] = str(world_size)
+    path = Path(folder)
+    with mock.patch.object(dist, "destroy_process_group"), mock.patch.dict(os.environ, variables):
+        lora.train(None, 2, path / "trained")
+        dist.barrier()
+        if rank == 0:
+            shutil.copytree(path / "trained", path / "again")
+        dist.barrier()
+        lora.train(None, 0, path / "again", True)
+        lora.train(None, 0, path / "untrained")
