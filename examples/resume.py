@@ -1,12 +1,16 @@
 """Training that goes on after a fault: torchrun starts the ranks anew, which load the newest checkpoint.
 
-torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/resume.py checkpoints
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 torchrun --standalone --nproc-per-node 2 --max-restarts 3 \
+    examples/resume.py checkpoints
+
+Without that variable torch 2.13 gives restarted ranks the old store, with addresses of the ranks that are gone.
 
 The losses are those of a run without the fault, and the ranks may be others than before: data and noise belong to the
 samples, and which rank computes what changes no number of a sample.
 """
 
 import os
+import signal
 from datetime import timedelta
 from pathlib import Path
 
@@ -66,7 +70,14 @@ def loss_of(model, balancer: Balancer, batch: list[torch.Tensor], size: int) -> 
     return reduce_loss(errors, reduction="sample_mean", lengths=lengths, num_samples=SAMPLES, world_size=size)
 
 
-def train(folder: Path, steps: int = 8, save_every: int = 2, fail_at: int = -1) -> None:
+def fail(kill: bool) -> None:
+    """What may happen to a rank."""
+    if kill:
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise RuntimeError("a fault")
+
+
+def train(folder: Path, steps: int = 8, save_every: int = 2, fail_at: int = -1, kill: bool = False) -> None:
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=timedelta(minutes=5))
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -82,7 +93,7 @@ def train(folder: Path, steps: int = 8, save_every: int = 2, fail_at: int = -1) 
         for i in range(first, steps):
             batch = load(generator, rank, size)
             if i == fail_at and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == size - 1:
-                raise RuntimeError("a fault")
+                fail(kill)
             loss = loss_of(model, balancer, batch, size)
             loss.backward()
             optimizer.step()

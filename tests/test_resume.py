@@ -8,28 +8,44 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 STEP = re.compile(r"step (\d+) loss (\S+) ranks \d+")
 
 
-def losses(folder: Path, num_ranks: int, *options: str) -> tuple[dict[int, float], str]:
-    """Loss of each step that was printed, and the whole output."""
+def run(folder: Path, num_ranks: int, *options: str, max_restarts: int = 0) -> tuple[list[tuple[int, float]], str]:
+    """Step and loss as they were printed, and the whole output."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    command += ["examples/resume.py", str(folder), "--steps", "5", *options]
+    command += [f"--max-restarts={max_restarts}", "examples/resume.py", str(folder), "--steps", "5", *options]
     ours = {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run(
+    ours["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    done = subprocess.run(
         command, cwd=ROOT, env=os.environ | ours, capture_output=True, text=True, timeout=200, check=False
     )
-    return {int(i): float(loss) for i, loss in STEP.findall(run.stdout)}, run.stdout + run.stderr
+    return [(int(i), float(loss)) for i, loss in STEP.findall(done.stdout)], done.stdout + done.stderr
 
 
-def test_training_goes_on_after_a_fault_on_the_same_and_on_other_ranks(tmp_path: Path) -> None:
-    whole, output = losses(tmp_path / "whole", 2, "--save-every", "9")
-    assert list(whole) == [*range(5)] and len(set(whole.values())) == 5, output
-    broken, output = losses(tmp_path / "broken", 2, "--fail-at", "3")
-    assert list(broken) == [0, 1, 2] and "a fault" in output
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of a run without a fault, on two ranks."""
+    steps, output = run(tmp_path_factory.mktemp("whole"), 2, "--save-every", "9")
+    assert [i for i, _ in steps] == [*range(5)] and len(set(steps)) == 5, output
+    return [loss for _, loss in steps]
+
+
+def test_torchrun_restarts_the_ranks_when_one_is_killed(whole: list[float], tmp_path: Path) -> None:
+    steps, output = run(tmp_path / "killed", 2, "--fail-at", "3", "--kill", max_restarts=1)
+    assert [i for i, _ in steps] == [0, 1, 2, 2, 3, 4], output
+    assert [loss for _, loss in steps] == [*whole[:3], *whole[2:]], "from the checkpoint after two steps, bitwise"
+    assert "SIGKILL" in output or "exitcode: -9" in output
+
+
+def test_training_goes_on_after_a_fault_on_the_same_and_on_other_ranks(whole: list[float], tmp_path: Path) -> None:
+    broken, output = run(tmp_path / "broken", 2, "--fail-at", "3")
+    assert broken == list(enumerate(whole[:3])) and "a fault" in output
     (tmp_path / "other").symlink_to(tmp_path / "broken")
-    other, _ = losses(tmp_path / "other", 3, "--save-every", "9")
-    same, _ = losses(tmp_path / "broken", 2, "--save-every", "9")
-    assert same == {i: whole[i] for i in (2, 3, 4)}, "from the checkpoint after two steps, bitwise"
-    assert list(other) == list(same) and all(abs(other[i] - whole[i]) < 1e-12 * whole[i] for i in other)
+    other, _ = run(tmp_path / "other", 3, "--save-every", "9")
+    same, _ = run(tmp_path / "broken", 2, "--save-every", "9")
+    assert same == [(i, whole[i]) for i in (2, 3, 4)], "from the checkpoint after two steps, bitwise"
+    assert [i for i, _ in other] == [2, 3, 4] and all(abs(loss - whole[i]) < 1e-12 * whole[i] for i, loss in other)

@@ -29,10 +29,11 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
 
 
 def test_plan_prints_a_summary_and_a_grid(capsys, lengths_file):
-    code, out, err = run(capsys, "plan", lengths_file, "--planner", "bags", "--topology", "g2n2")
-    assert (code, err) == (0, "")
-    assert "5 sequences, 6,200 tokens on 4 ranks" in out
-    assert "#0 [0:2500]{0:12}" in out
+    for planner in (["--planner", "bags", "--topology", "g2n2"], ["--planner", "bags:g2n2"]):
+        code, out, err = run(capsys, "plan", lengths_file, *planner)
+        assert (code, err) == (0, "")
+        assert "5 sequences, 6,200 tokens on 4 ranks" in out
+        assert "#0 [0:2500]{0:12}" in out
 
 
 def test_plan_as_json_and_as_a_file(capsys, lengths_file, tmp_path):
@@ -82,6 +83,7 @@ MISTAKES = {
     ),
     "a cap of too many digits": (["--max-tokens-per-rank", "9" * 20], "must have at most 12 digits"),
     "a picture of JSON": (["--json", "--picture", "plan.svg"], "--picture draws the tables"),
+    "bags twice": (["--planner", "bags:g2n2", "--topology", "g4n1"], "both give bags"),
     "wrong topology": (["--planner", "bags", "--topology", "g2x2"], "'g2x2' is not of the form"),
     "bags without layout": (["--planner", "bags"], "needs bags"),
     "ranks are no multiple": (["--planner", "bags", "--topology", "g3n1"], "4 ranks is not a multiple of the 3"),

@@ -22,7 +22,7 @@ from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, read_lengths
 from knapformer.given.topology import Topology
 from knapformer.plans.plan import Plan
-from knapformer.plans.registry import DEFAULT_EFFORT, EFFORTS, find_planner, planner_names
+from knapformer.plans.registry import DEFAULT_EFFORT, EFFORTS, PlannerSpec, find_planner, planner_names
 from knapformer.predict.subject import DEFAULT_MODEL, Subject, find_subject
 from knapformer.predict.words import than
 
@@ -40,7 +40,7 @@ class Placing:
     """How a step is placed."""
 
     planner: Annotated[str, typer.Option(help=f"One of {planner_names()}.")] = "moldable"
-    topology: Annotated[str | None, typer.Option(help="For --planner bags, as in g1n2+g2n1.")] = None
+    topology: Annotated[str | None, typer.Option(help="For --planner bags alone, as in g1n2+g2n1.")] = None
     model: Annotated[str | None, typer.Option(help=f"A known model; the cost file's own, or {DEFAULT_MODEL}.")] = None
     cost: Annotated[Path | None, typer.Option(help="A cost file of this model's layers.")] = None
     ranks_per_node: Annotated[
@@ -49,6 +49,22 @@ class Placing:
     max_tokens_per_rank: Annotated[str, typer.Option(help="Cap: a number, auto or none.")] = "auto"
     lanes: Annotated[str, typer.Option(help="1, 2 (ranks take turns between two lanes) or auto.")] = "1"
     effort: Annotated[str, typer.Option(help=f"How much moldable tries: {', '.join(EFFORTS)}.")] = DEFAULT_EFFORT
+
+    @property
+    def named(self) -> tuple[str, str | None]:
+        """The planner's name and its bags, as one option gives them or two.
+
+        Raises:
+            ConfigurationError: an unknown planner, bags for one that has none, or bags twice.
+        """
+        name, _, bags = self.planner.partition(":")
+        if bags:
+            PlannerSpec.parse(self.planner)
+        if bags and self.topology is not None:
+            raise ConfigurationError(f"--planner {self.planner} and --topology {self.topology} both give bags")
+        if self.topology is not None and not find_planner(name).needs_bags:
+            raise ConfigurationError(f"--topology names bags, which {name} does not use: add --planner bags")
+        return name, bags or self.topology
 
     @property
     def subject(self) -> Subject:
@@ -72,15 +88,14 @@ def plan(
     from knapformer.plans.planners import evaluate, make_plan
 
     check_picture(picture, printed.as_json)
-    if placing.topology is not None and not find_planner(placing.planner).needs_bags:
-        raise ConfigurationError(f"--topology names bags, which {placing.planner} does not use: add --planner bags")
+    planner, bags = placing.named
     subject = placing.subject
     cost = subject.cost
-    layout = None if placing.topology is None else Topology.parse(placing.topology, placing.ranks_per_node)
+    layout = None if bags is None else Topology.parse(bags, placing.ranks_per_node)
     step, cap = read_lengths(lengths), parse_cap(placing.max_tokens_per_rank)
     if placing.lanes not in LANES:
         raise ConfigurationError(f"--lanes must be one of {', '.join(LANES)}, got {placing.lanes[:60]!r}")
-    make = partial(make_plan, step, cost=cost, planner=placing.planner, topology=layout)
+    make = partial(make_plan, step, cost=cost, planner=planner, topology=layout)
     result, plan_ms = _timed(lambda: make(max_tokens_per_rank=cap, lanes=LANES[placing.lanes], effort=placing.effort))
     evaluation = evaluate(result, cost)
     if printed.output is not None:
