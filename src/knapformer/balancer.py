@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 from knapformer.errors import ConfigurationError, PlanError
-from knapformer.execution.agreement import LocalInput, agree_on_plan, carried, gather_inputs
+from knapformer.execution.agreement import LocalInput, agree_on_plan, gather_inputs
 from knapformer.execution.groups import BalancingGroup
 from knapformer.execution.kernels import KERNELS
+from knapformer.execution.telling import carried
 from knapformer.execution.transport import Channel, Meter
 from knapformer.given.cost import CostModel
 from knapformer.given.lengths import Lengths, parse_local_lengths

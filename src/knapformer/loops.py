@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from knapformer.errors import KnapFormerError
-from knapformer.execution.agreement import agree, carried
+from knapformer.execution.agreement import agree
 from knapformer.execution.calls import Description
 from knapformer.execution.groups import BalancingGroup
+from knapformer.execution.telling import carried
 
 BATCH, END, STOP, FAILED, EMPTY = 0, 1, 2, 3, 4
 """What a rank brings to the next step: a batch; the news that its loader or its loop has ended, or has failed; or a

@@ -12,7 +12,7 @@ from faults import CASES, COST, ODD, PLACES, RANKS, TIMEOUT_S, matches
 from launch import run_ranks
 
 from knapformer import Balancer
-from knapformer.execution.calls import waited_in_vain
+from knapformer.execution.telling import waited_in_vain
 
 SLACK_S = 15.0
 """Beside the timeout: looking for the reason takes 3 s, and the machine may be busy."""

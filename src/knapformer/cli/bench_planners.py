@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from knapformer.cli.common import write_json
+from knapformer.cli.common import progress_bar, write_json
 from knapformer.cli.options import MOST_RANKS
 from knapformer.errors import ConfigurationError
 from knapformer.plans.registry import check_installed
@@ -38,7 +38,11 @@ def bench_planners(
     if not chosen:
         known = ", ".join(dict.fromkeys(s.workload for s in SCENARIOS))
         raise ConfigurationError(f"no scenario of up to {max_ranks} ranks matches {only!r}; known: {known}")
-    rows = list(run(chosen, seeds_of(seeds), cp_sat))
+    numbers, rows = seeds_of(seeds), []
+    with progress_bar("planners compared", None) as on_row:
+        for row in run(chosen, numbers, cp_sat):
+            rows.append(row)
+            on_row()
     content = {
         "schema": "knapformer.bench-planners/1",
         "date": datetime.now(timezone.utc).date().isoformat(),

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from knapformer.errors import DisagreementError, KnapFormerError, LengthsError, RankError
-from knapformer.execution.calls import CHECK, PREPARE, as_error, first_difference, naming
+from knapformer.execution.calls import CHECK, PREPARE, first_difference
+from knapformer.execution.telling import as_error, carried, naming, told, where_apart
 from knapformer.execution.transport import Members, all_gather, gather_text
 from knapformer.given.lengths import IntArray, Lengths, parse_local_lengths
 from knapformer.schedules.meetings import Links, connected
@@ -54,7 +55,7 @@ class LocalInput:
         """
         try:
             if error is not None:
-                raise RankError(f"{type(error).__name__}: {error}")
+                raise RankError(told(error))
             streams = parse()
             num_tokens = sum(int(part.sum()) for part in streams.values())
             if num_rows is not None and num_tokens != num_rows:
@@ -67,11 +68,6 @@ class LocalInput:
             return cls(streams, rows)
         except Exception as failure:  # whatever it is, the other ranks wait
             return cls({}, {}, carried(failure))
-
-
-def carried(error: BaseException) -> KnapFormerError:
-    """As an error that can be raised on other ranks."""
-    return error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
 
 
 def gather_inputs(
@@ -197,10 +193,10 @@ def _disagreement(
             return as_error(kind, wrong if same and kind != RankError.__name__ else f"rank {rank}: {wrong}")
     for rank, words in enumerate(said):
         for key, value in words["configuration"].items():
-            if value != said[0]["configuration"].get(key):
-                return DisagreementError(
-                    f"rank {rank} has {key} {value!r}, rank 0 has {said[0]['configuration'].get(key)!r}"
-                )
+            first = said[0]["configuration"].get(key)
+            if value != first:
+                place, own, theirs = where_apart(value, first)
+                return DisagreementError(f"rank {rank} has {key}{place} {own!r}, rank 0 has {theirs!r}")
         if words["names"] != said[0]["names"]:
             return DisagreementError(
                 f"rank {rank} names streams and conditioning {words['names']}, rank 0 {said[0]['names']}"

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import re
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -24,22 +23,10 @@ from typing import Any, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from knapformer.errors import (
-    CapacityError,
-    ConfigurationError,
-    DisagreementError,
-    KnapFormerError,
-    LengthsError,
-    PlanError,
-    RankError,
-)
+from knapformer.errors import KnapFormerError, RankError
 from knapformer.execution.marks import Marks
+from knapformer.execution.telling import carried, waited_in_vain
 from knapformer.schedules.meetings import Links
-
-ERRORS = (RankError, LengthsError, ConfigurationError, CapacityError, PlanError, DisagreementError)
-
-MOST_NAMED = 8
-"""Ranks in one error."""
 
 MOST_REMEMBERED = 20_000
 """Calls since the last ``prepare``; a program that never calls it again must not fill the memory."""
@@ -294,7 +281,8 @@ class Calls:
         Args:
             waiting: in what, and for whom; since ``began``, a time of ``time.monotonic``.
         """
-        waited = f"rank {self.rank} {waited_in_vain(waiting.call.text, waiting.peers, began, error)}"
+        why = error if self.verdict is None else None  # else the watch ended the wait, before its time
+        waited = f"rank {self.rank} {waited_in_vain(waiting.call.text, waiting.peers, began, why)}"
         if self.verdict is None and self.watch is not None:
             self.verdict = self.watch.verdict_of(self, waiting, waited)
         if self.verdict is None:
@@ -307,7 +295,7 @@ class Calls:
     def ended_by(self, error: BaseException) -> None:
         """An exception ends the step on this rank: tell those that wait for it; see ``knapformer.Balancer.guard``."""
         if self.verdict is None:
-            told = error if isinstance(error, KnapFormerError) else RankError(f"{type(error).__name__}: {error}")
+            told = carried(error)
             self.transcript.withdraw()
             with contextlib.suppress(RuntimeError):  # the store went away with the rank that kept it
                 self.failed(Call.of(self.num_steps, 0, 0, FAILED), told)
@@ -394,27 +382,3 @@ def first_difference(transcripts: Sequence[Sequence[str]], ranks: Sequence[int])
 
 def _made(text: str | None) -> str:
     return "made no further call" if text is None else f"made {text}"
-
-
-def waited_in_vain(what: str, peers: Sequence[int], began: float | None, error: RuntimeError) -> str:
-    """What a rank has waited for, how long, and what ended that.
-
-    Args:
-        began: a time of ``time.monotonic``; None where it did not wait.
-        error: of the transport.
-    """
-    seconds = 0.0 if began is None else time.monotonic() - began
-    ranks = ", ".join(map(str, peers[:MOST_NAMED])) + ", …" * (len(peers) > MOST_NAMED)
-    end = "the timeout is over" if re.search("timed? ?out", str(error), re.IGNORECASE) else "a connection was closed"
-    return f"waited {seconds:.1f} s in {what} for rank{'s' * (len(peers) != 1)} {ranks}: {end}"
-
-
-def as_error(kind: str, text: str) -> KnapFormerError:
-    """An error that another rank has raised."""
-    return next((e for e in ERRORS if e.__name__ == kind), RankError)(text)
-
-
-def naming(rank: int, error: KnapFormerError) -> str:
-    """The text of a rank's own error, with its rank."""
-    text = str(error)
-    return text if f"rank {rank}" in text else f"rank {rank}: {text}"

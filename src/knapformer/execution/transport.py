@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from knapformer.errors import RankError
-from knapformer.execution.calls import Call, Calls, Waiting, waited_in_vain
+from knapformer.execution.calls import Call, Calls, Waiting
 from knapformer.execution.marks import Marks
+from knapformer.execution.telling import waited_in_vain
 
 
 @dataclass(slots=True)

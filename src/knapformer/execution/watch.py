@@ -25,7 +25,8 @@ from datetime import timedelta
 from typing import Any
 
 from knapformer.errors import DisagreementError, KnapFormerError, RankError
-from knapformer.execution.calls import Call, Calls, Waiting, as_error, first_difference, naming
+from knapformer.execution.calls import Call, Calls, Waiting, first_difference
+from knapformer.execution.telling import as_error, naming
 from knapformer.execution.transport import end_waits
 
 GRACE_S, TICK_S, SLOWER, SLOWEST_S, EXPLAIN_S = 1.0, 0.25, 1.5, 10.0, 3.0
