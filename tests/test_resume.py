@@ -44,8 +44,8 @@ def test_torchrun_restarts_the_ranks_when_one_is_killed(whole: list[float], tmp_
 def test_training_goes_on_after_a_fault_on_the_same_and_on_other_ranks(whole: list[float], tmp_path: Path) -> None:
     broken, output = run(tmp_path / "broken", 2, "--fail-at", "3")
     assert broken == list(enumerate(whole[:3])) and "a fault" in output
-    (tmp_path / "other").symlink_to(tmp_path / "broken")
-    other, _ = run(tmp_path / "other", 3, "--save-every", "9")
+    others = [run(tmp_path / "broken", num_ranks, "--save-every", "9")[0] for num_ranks in (3, 1)]
     same, _ = run(tmp_path / "broken", 2, "--save-every", "9")
     assert same == [(i, whole[i]) for i in (2, 3, 4)], "from the checkpoint after two steps, bitwise"
-    assert [i for i, _ in other] == [2, 3, 4] and all(abs(loss - whole[i]) < 1e-12 * whole[i] for i, loss in other)
+    for other in others:
+        assert [i for i, _ in other] == [2, 3, 4] and all(abs(loss - whole[i]) < 1e-12 * whole[i] for i, loss in other)

@@ -30,7 +30,7 @@ ALL = list(range(len(GRIDS)))
 HOMES = {1: [ALL], 2: [[0, 1, 2, 3], [4, 5]], 4: [[0, 1], [2], [3, 4], [5]]}
 """Which samples each rank loads."""
 HOMES_WITH_EMPTY_RANK = {2: [ALL, []], 4: [[0, 1, 2], [], [3, 5], [4]]}
-TOLERANCE = 1e-8
+TOLERANCE = 1e-10
 
 
 @contextlib.contextmanager

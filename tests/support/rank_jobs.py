@@ -93,8 +93,15 @@ def shard(model: torch.nn.Module, **options: Any) -> None:
     fully_shard(model, **options)
 
 
+LORA = LoraConfig(r=2, lora_alpha=4, target_modules=LORA_TARGETS)
+
+
 def add_lora(model: Any) -> None:
-    model.add_adapter(LoraConfig(r=2, lora_alpha=4, target_modules=LORA_TARGETS))
+    model.add_adapter(LORA)
+    draw_lora(model)
+
+
+def draw_lora(model: Any) -> None:
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
