@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("diffusers")
 
-from compile_cases import Compiled, compare_families
+from compile_cases import FAMILY_STEPS, Compiled, compare_families
 from family_cases import CASES, balancer_of, stacked
 from launch import run_ranks
 
@@ -34,6 +34,7 @@ def test_outputs_and_gradients_equal_the_uncompiled_run(two_ranks: list[dict[str
 def test_graphs_serve_all_steps(two_ranks: list[dict[str, Compiled]], name: str) -> None:
     for found in two_ranks:
         assert found[name].breaks == 0
+        assert found[name].num_runs >= 4 * len(FAMILY_STEPS), "of each of four blocks"
         assert found[name].graphs[0] > 0
         assert found[name].recompiled <= 2, found[name].graphs
 

@@ -27,12 +27,14 @@ class Compiled:
         errors: the largest relative error of each step.
         graphs: compiled since the start, after each step.
         breaks: of graphs.
+        num_runs: of graphs, recomputations among them.
         rows: packed rows of each step that a block was given.
     """
 
     errors: list[float]
     graphs: list[int]
     breaks: int
+    num_runs: int
     rows: list[int]
 
     @property
@@ -41,13 +43,28 @@ class Compiled:
         return self.graphs[-1] - self.graphs[WARM_UP - 1]
 
 
+class CountingBackend(CompileCounterWithBackend):
+    """Counts also how often graphs run."""
+
+    num_runs = 0
+
+    def __call__(self, gm: Any, example_inputs: Any) -> Any:
+        compiled = super().__call__(gm, example_inputs)
+
+        def run(*args: Any) -> Any:
+            self.num_runs += 1
+            return compiled(*args)
+
+        return run
+
+
 class Compiler:
     """Compiles, counts, and runs graphs and their derivatives without optimizing them."""
 
     def __init__(self) -> None:
         torch._dynamo.reset()
         counters.clear()
-        self.backend = CompileCounterWithBackend("aot_eager")
+        self.backend = CountingBackend("aot_eager")
         self.options: dict[str, Any] = {"backend": self.backend, "fullgraph": True, "dynamic": True}
 
     def __call__(self, modules: Any) -> None:
@@ -91,7 +108,7 @@ def _compare(rank: int, world_size: int, case: Case, whole: bool, num_steps: int
         found = compare_model(model, rank, world_size, replace(case, seed=case.seed + step), references)
         errors.append(max(found.values()))
         graphs.append(compiler.graphs)
-    return Compiled(errors, graphs, compiler.breaks, rows)
+    return Compiled(errors, graphs, compiler.breaks, compiler.backend.num_runs, rows)
 
 
 def _rows_of(model: nn.Module) -> list[int]:
@@ -140,7 +157,7 @@ def _compare_family(rank: int, name: str, checkpoint: bool, fsdp: bool, lanes: i
         wanted, found = (_run_family(name, model, ids[rank]) for model in (plain, compiled))
         errors.append(max((_distance(x, y) for x, y in zip(found, wanted, strict=True)), default=0.0))
         graphs.append(compiler.graphs)
-    return Compiled(errors, graphs, compiler.breaks, [])
+    return Compiled(errors, graphs, compiler.breaks, compiler.backend.num_runs, [])
 
 
 def compile_blocks(model: Any, compiler: Compiler) -> None:
