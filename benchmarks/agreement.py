@@ -2,10 +2,9 @@
 
 A step is the demo's: its model, its calls (``prepare``, four routes, attention in every block, ``restore``, backward),
 its lengths on two ranks. The price does not depend on how many tokens there are, so it is measured on a step with few,
-which ends soon enough for hundreds of repetitions; the demo's own step is timed for the ratio. The price is the
-difference of the fastest steps, because other work on the machine makes steps slower and never faster; beside it stands
-the difference of the medians of the processors' time, which other work changes little, and which does not see waiting.
-Writes JSON to stdout, as ``docs/trust.md`` takes it.
+which ends soon enough for hundreds of repetitions; the demo's own step is timed for the ratio. The price is the median
+difference of two steps one after the other, one of each kind, with the standard error of that median; beside it stand
+the difference of the fastest steps, and of the medians of the processors' time, which does not see waiting. Writes JSON to stdout, as ``docs/trust.md`` takes it.
 
     python benchmarks/agreement.py > benchmarks/2026-12-03-agreement.json
 """
@@ -15,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import random
 import statistics
 import sys
 import tempfile
@@ -75,16 +75,25 @@ def row(what: str, seconds: dict[str, list[list[float]]], demo_s: float | None) 
         {name: 1e3 * of(own[at] for own in seconds[name]) for name in ("with", "without")}
         for at, of in enumerate((min, statistics.median))
     )
-    extra_ms = fastest["with"] - fastest["without"]
+    pairs = [1e3 * (a - b) for (a, _), (b, _) in zip(seconds["with"], seconds["without"], strict=True)]
+    extra_ms = statistics.median(pairs)
     return {
         "step": what,
         "steps_each": len(seconds["with"]),
         "compared_ms": fastest["with"],
         "not_compared_ms": fastest["without"],
         "extra_ms": extra_ms,
+        "its_standard_error_ms": median_error(pairs),
+        "extra_of_the_fastest_ms": fastest["with"] - fastest["without"],
         "extra_processor_ms": processor["with"] - processor["without"],
         "share_of_the_demo's_step": None if demo_s is None else extra_ms * 1e-3 / demo_s,
     }
+
+
+def median_error(values: list[float]) -> float:
+    """Standard error of the median, by drawing the values anew, which the bootstrap does (Efron, 1979)."""
+    draw = random.Random(0)
+    return statistics.stdev(statistics.median(draw.choices(values, k=len(values))) for _ in range(200))
 
 
 def measure(rank: int, settings: dict[str, Any], folder: str) -> None:

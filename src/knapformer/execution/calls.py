@@ -164,7 +164,8 @@ class Transcript:
 
     def finish(self, call: Call) -> None:
         """The messages of an exchange are through."""
-        self.unfinished = [other for other in self.unfinished if other is not call]
+        if self.unfinished:
+            self.unfinished = [other for other in self.unfinished if other is not call]
 
     def withdraw(self) -> None:
         """This rank goes no further: what it has begun and not finished counts as not made."""

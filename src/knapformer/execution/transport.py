@@ -260,25 +260,24 @@ def combined(
         tag: of the messages of each round.
         group: gloo.
     """
-    found, me, size = torch.tensor(numbers, dtype=torch.int64), members.index(calls.rank), len(members)
+    found, me, size = list(numbers), members.index(calls.rank), len(members)
     step = 1
     while step < size:
         to, by = members[(me + step) % size], members[(me - step) % size]
-        other = torch.empty_like(found)
-        waiting = Waiting(call, sorted({to, by}))
+        own, other = torch.tensor(found), torch.empty(len(found), dtype=torch.int64)
+        waiting = Waiting(call, [to] if to == by else sorted([to, by]))
         try:
             works = [
-                dist.isend(found, group=group, group_dst=to, tag=tag(step)),
                 dist.irecv(other, group=group, group_src=by, tag=tag(step)),
+                dist.isend(own, group=group, group_dst=to, tag=tag(step)),
             ]
         except RuntimeError as error:  # the group's connections are gone
             calls.explain(error, waiting)
         calls.wait(works, waiting)
-        mask = found[0] | other[0]
-        found = torch.maximum(found, other)
-        found[0] = mask
+        theirs = other.tolist()
+        found = [found[0] | theirs[0], *map(max, found[1:], theirs[1:])]
         step *= 2
-    return [int(number) for number in found.tolist()]
+    return found
 
 
 FIXED = 8

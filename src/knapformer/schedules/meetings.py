@@ -33,6 +33,8 @@ def connected(links: Sequence[Links], num_ranks: int) -> IntArray:
     if not links:
         return label
     a, b = (np.concatenate(columns) for columns in zip(*links, strict=True))
+    if num_ranks == 2 and len(a):
+        return np.zeros_like(label)
     while True:
         lower = np.minimum(label[a], label[b])
         found = label.copy()
