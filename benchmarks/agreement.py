@@ -4,7 +4,8 @@ A step is the demo's: its model, its calls (``prepare``, four routes, attention 
 its lengths on two ranks. The price does not depend on how many tokens there are, so it is measured on a step with few,
 which ends soon enough for hundreds of repetitions; the demo's own step is timed for the ratio. The price is the median
 difference of two steps one after the other, one of each kind, with the standard error of that median; beside it stand
-the difference of the fastest steps, and of the medians of the processors' time, which does not see waiting. Writes JSON to stdout, as ``docs/trust.md`` takes it.
+the difference of the fastest steps, and of the medians of the processors' time, which does not see waiting. Writes
+JSON to stdout, as ``docs/trust.md`` takes it.
 
     python benchmarks/agreement.py > benchmarks/2026-12-03-agreement.json
 """
