@@ -1,10 +1,10 @@
 """Time and memory of what tokens share with their sequence: our lookups against torch's, at FLUX's and Wan's shapes.
 
-Modulation (shift and scale of each sequence) and a gate, forward and backward, one thread. Torch's way is what a model
-has that knows nothing of sequences in a pack: a lookup of a row for each token, whose backward adds rows one by one in
-the table's own dtype. The dense way is diffusers' own, which takes one size of sequence only. Ours keeps no row for each
-token and sums in float32. Errors are those of the gradient of the shift against float64. Times are medians of turns.
-Writes JSON to stdout.
+Modulation (shift and scale of each sequence) and a gate, forward and backward, one thread. Torch's way is what a
+model has that knows nothing of sequences in a pack: a lookup of a row for each token, whose backward adds rows one by
+one in the table's own dtype. The dense way is diffusers' own, which takes one size of sequence only. Ours keeps no
+row for each token and sums in float32. Errors are those of the gradient of the shift against float64. Times are
+medians of turns. Writes JSON to stdout.
 
     python benchmarks/rows.py > benchmarks/2026-12-07-rows.json
 """
