@@ -28,10 +28,10 @@ LENGTHS = ([5, 17, 0, 3, *[1, 4, 6] * 8], [1, 9, *[7, 2, 3] * 8])
 
 
 def plan_with(split: float) -> Callable[[Lengths], Plan]:
-    """Some sequences split, in any way but by queries, which causal attention refuses."""
+    """Some sequences split, in any way: by tokens, heads and queries."""
 
     def plan(lengths: Lengths) -> Plan:
-        return random_plan(lengths.to_lists(), HEADS, random.Random(7), split=split, query_tiles=False)
+        return random_plan(lengths.to_lists(), HEADS, random.Random(7), split=split)
 
     return plan
 

@@ -117,17 +117,18 @@ CASES = [*product(HALF_DTYPES, (False, True), (4, 2), (64,)), *product(HALF_DTYP
 @pytest.mark.parametrize("scale", [None, 0.4])
 @pytest.mark.parametrize(("dtype", "causal", "num_kv_heads", "width"), CASES)
 def test_kernels_agree_with_sdpa(dtype, causal, num_kv_heads, width, scale):
-    lengths = [0, 1, 77, 256, 3]
-    cu = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    """Some entries are query tiles, with more keys than queries: causal ones see those up to their own position."""
+    lengths = {"q": [0, 1, 77, 256, 3], "k": [0, 1, 130, 256, 90]}
+    cu_q, cu_k = ([sum(own[:i]) for i in range(len(own) + 1)] for own in lengths.values())
     generator = torch.Generator("cuda").manual_seed(0)
     q, k, v = (
         torch.randn(cu[-1], h, width, generator=generator, device="cuda", dtype=dtype, requires_grad=True)
-        for h in (4, num_kv_heads, num_kv_heads)
+        for cu, h in ((cu_q, 4), (cu_k, num_kv_heads), (cu_k, num_kv_heads))
     )
     results = []
     for kernel, wide in ((choose_kernel(q), dtype), ("sdpa", torch.float32)):
         given = [x.to(wide) for x in (q, k, v)]
-        y = varlen_attention(*given, cu, cu, scale=scale, causal=causal, kernel=kernel)
+        y = varlen_attention(*given, cu_q, cu_k, scale=scale, causal=causal, kernel=kernel)
         results.append([y, *torch.autograd.grad(y.float().square().sum(), (q, k, v))])
     for found, expected in zip(*results, strict=True):
         assert error(found.float(), expected.float()) < BF16_TOLERANCE

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from knapformer import Balancer, CostModel, Lengths, Plan, make_plan
+from knapformer import Balancer, CostModel, Lengths, Plan
 from knapformer.execution.rows import RowIndex
 from knapformer.models import DiT, layers
 from knapformer.models.dit import Place
@@ -131,8 +131,6 @@ def make_cost(case: SoakCase) -> CostModel:
 def make_planner(case: SoakCase) -> Any:
     heads = {"num_heads": case.plan_heads, "num_kv_heads": case.plan_kv_heads}
     in_lanes = functools.partial(balanced_cases.in_lanes, case=balanced_cases.Case(lanes=case.lanes, seed=case.seed))
-    if case.planner == "moldable" and case.causal:
-        return functools.partial(plan_with_all_queries, case=case)
     if case.planner not in ("random", "apart"):
         return case.planner
 
@@ -140,19 +138,9 @@ def make_planner(case: SoakCase) -> Any:
         if case.planner == "apart" and lengths.num_ranks > 1:
             return in_lanes(plan_apart(lengths, balanced_cases.Case(**heads)))
         rng = random.Random(case.seed + lengths.num_tokens)
-        return in_lanes(random_plan(lengths.to_lists(), rng=rng, query_tiles=not case.causal, **heads))
+        return in_lanes(random_plan(lengths.to_lists(), rng=rng, **heads))
 
     return plan
-
-
-def plan_with_all_queries(lengths: Lengths, case: SoakCase) -> Plan:
-    """What ``moldable`` makes, unless it has tiles of part of the queries, which causal attention refuses."""
-    options: dict[str, Any] = {"cost": make_cost(case), "num_kv_heads": case.plan_kv_heads, "lanes": case.lanes}
-    plan = make_plan(lengths, **options)
-    rows = plan.tile_query_end - plan.tile_query_start
-    if (rows == plan.lengths[plan.tile_sequence]).all():
-        return plan
-    return make_plan(lengths, planner="whole", **options)
 
 
 def forget(balancer: Balancer) -> None:

@@ -11,13 +11,14 @@ from torch import Tensor
 
 from knapformer.errors import ConfigurationError, LengthsError
 from knapformer.execution.calls import StepCalls, is_backward_running
-from knapformer.execution.devices import to_device
+from knapformer.execution.devices import outliving, to_device
 from knapformer.execution.exchange import finish, start
 from knapformer.execution.kernels import Offsets, choose_kernel, varlen_attention
 from knapformer.execution.routes import JointRoute
 from knapformer.execution.rows import rows
 from knapformer.execution.transport import Channel
 from knapformer.execution.turns import Turns, take_turns
+from knapformer.given.lengths import IntArray
 from knapformer.schedules.attention import AttentionSchedule
 
 Tensors = tuple[Tensor, ...]
@@ -60,8 +61,8 @@ class BalancedAttention:
         self.after = JointRoute.of(schedule.after, device).reversed
         self.cu_whole = _offsets(schedule.whole_lengths, device)
         self.cu_queries = _offsets(schedule.query_lengths, device)
-        self.cu_keys = _offsets(schedule.key_lengths[schedule.key_of_query], device)
-        self.expand_keys = _key_rows(schedule, device)
+        self._keys: dict[bool, tuple[Offsets, Tensor | None]] = {}
+        self._keys_of(False, device)
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *, scale: float | None = None, causal: bool = False) -> Tensor:
         """As ``turns``, without others to take them with."""
@@ -84,10 +85,8 @@ class BalancedAttention:
             (T, H, D).
 
         Raises:
-            ConfigurationError: see ``check_causal``.
             DisagreementError: another rank calls something else, where ranks tell calls apart; on all ranks.
         """
-        self.check_causal(causal)
         what = self._what(q, scale, causal)
         if self.schedule.is_local:
             self._note(what, q, k, v)
@@ -128,15 +127,6 @@ class BalancedAttention:
         described = self.calls.calls.described(what, [x.flatten(1) for x in tensors[:1]])
         self.calls.make(described, has_grad=has_grad)
 
-    def check_causal(self, causal: bool) -> None:
-        """Whether it can be computed under the plan.
-
-        Raises:
-            ConfigurationError: causal attention under a plan with tiles of part of the queries; on all ranks.
-        """
-        if causal and self.schedule.has_query_tiles:
-            raise ConfigurationError("causal attention needs tiles with all queries, the plan has others")
-
     def _apart(self, *tensors: Tensor) -> tuple[Tensors, Tensors]:
         """Rows of whole sequences and rows of split ones; split and not sliced, which costs less in backward.
 
@@ -165,11 +155,20 @@ class BalancedAttention:
     def _tiles(self, received: Tensors, scale: float | None, causal: bool) -> Tensor:
         """(rows of entries, D): each entry is one head of one tile, and a batch entry of one head for the kernel."""
         q, k, v = received
-        if self.expand_keys is not None:
-            k, v = (rows(x, self.expand_keys) for x in (k, v))
+        cu_q, (cu_k, key_rows) = self.cu_queries, self._keys_of(causal, q.device)
+        if key_rows is not None:
+            k, v = (rows(x, key_rows) for x in (k, v))
         q, k, v = (x.unsqueeze(1) for x in (q, k, v))
-        cu_q, cu_k = self.cu_queries, self.cu_keys
         return varlen_attention(q, k, v, cu_q, cu_k, scale=scale, causal=causal, kernel=self._kernel(q)).squeeze(1)
+
+    def _keys_of(self, causal: bool, device: torch.device) -> tuple[Offsets, Tensor | None]:
+        """Keys of each entry of q: all of its sequence, or those up to the entry's last query. Made when first used."""
+        if causal not in self._keys:
+            schedule = self.schedule
+            lengths = schedule.query_ends if causal else schedule.key_lengths[schedule.key_of_query]
+            with outliving():
+                self._keys[causal] = _offsets(lengths, device), _key_rows(schedule, lengths, device)
+        return self._keys[causal]
 
 
 def check_heads(q: Tensor, k: Tensor, v: Tensor, num_rows: int, rank: int) -> None:
@@ -221,11 +220,13 @@ def _offsets(lengths: Sequence[int] | np.ndarray, device: torch.device) -> Offse
     return Offsets([0, *np.cumsum(lengths, dtype=np.int64).tolist()], device)
 
 
-def _key_rows(schedule: AttentionSchedule, device: torch.device) -> Tensor | None:
-    """(rows,) which received rows of k each query entry's keys are; None where entries match one to one."""
+def _key_rows(schedule: AttentionSchedule, lengths: IntArray, device: torch.device) -> Tensor | None:
+    """(rows,) which received rows of k each query entry's keys are, the first ``lengths`` (E,) rows of an entry of k;
+    None where they are all, in order.
+    """
     entries = schedule.key_of_query
-    if np.array_equal(entries, np.arange(len(schedule.key_lengths))):
+    if np.array_equal(entries, np.arange(len(schedule.key_lengths))) and np.array_equal(lengths, schedule.key_lengths):
         return None
-    starts, lengths = np.cumsum(schedule.key_lengths) - schedule.key_lengths, schedule.key_lengths[entries]
+    starts = np.cumsum(schedule.key_lengths) - schedule.key_lengths
     shift = starts[entries] - (np.cumsum(lengths) - lengths)
     return to_device(np.arange(lengths.sum()) + np.repeat(shift, lengths), device)

@@ -64,7 +64,8 @@ def varlen_attention(
         cu_q, cu_k: (E + 1,) where each entry starts, and the total, on the host; as ``Offsets`` where they serve
             several layers. Entries may be empty; queries without keys get 0.
         scale: of the scores; None means 1/√D.
-        causal: a query sees keys up to its own position; entries then have as many queries as keys.
+        causal: the last query of an entry sees all of its keys, the one before it all but one, and so on; entries have
+            at least as many keys as queries then.
         kernel: ``"auto"``, ``"sdpa"``, ``"flash"`` (package flash-attn) or ``"varlen"`` (torch.nn.attention.varlen).
 
     Returns:
@@ -144,11 +145,24 @@ def _sdpa(
             parts.append(torch.zeros_like(rows[0]) + _nothing(q, k, v))
             continue
         batch_q, batch_k, batch_v = (x.unflatten(0, (count, -1)).transpose(1, 2) for x in rows)
+        is_square = num_q == num_k
+        mask = None if is_square or not causal else _up_to_own(num_q, num_k, q.device)
         out = functional.scaled_dot_product_attention(
-            batch_q, batch_k, batch_v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            batch_q,
+            batch_k,
+            batch_v,
+            attn_mask=mask,
+            is_causal=causal and is_square,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         parts.append(out.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts) if len(parts) > 1 else parts[0]
+
+
+def _up_to_own(num_q: int, num_k: int, device: torch.device) -> Tensor:
+    """(num_q, num_k): which keys each of the last ``num_q`` positions sees. SDPA's own mask counts from the first."""
+    return torch.ones(num_q, num_k, dtype=torch.bool, device=device).tril(num_k - num_q)
 
 
 def _flash(

@@ -53,7 +53,6 @@ class LaneAttention:
             q, k, v = as_one_dtype(q, k, v)
             check_heads(q, k, v, self.num_rows, self._rank)
             attention = self.made(q.shape[1], k.shape[1], q.device)
-            attention.check_causal(causal)
         return (yield from attention.turns(q, k, v, scale=scale, causal=causal))
 
     def made(self, num_heads: int, num_kv_heads: int, device: torch.device) -> BalancedAttention:
@@ -125,8 +124,7 @@ class StepAttention:
 
         Raises:
             LengthsError: the rows are not those of the plan.
-            ConfigurationError: several dtypes, devices or head widths, heads that do not divide, or causal attention
-                under a plan with tiles of part of the queries; on all ranks.
+            ConfigurationError: several dtypes, devices or head widths, or heads that do not divide; on all ranks.
             DisagreementError: ranks differ in dtype, width, heads, scale, causal, in whether gradients are needed, or
                 in which call this is; on all ranks.
         """

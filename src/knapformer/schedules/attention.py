@@ -27,7 +27,7 @@ class AttentionSchedule:
         query_lengths: (E,) rows of each entry of q: one for each head of each tile.
         key_lengths: (K,) rows of each entry of k and v.
         key_of_query: (E,) which entry of k and v an entry of q attends to.
-        has_query_tiles: whether a tile of any rank has part of the queries only; the same on every rank.
+        query_ends: (E,) position in its sequence after each entry's last query: so many keys a causal entry attends to.
         is_local: no rank exchanges anything; the same on every rank.
     """
 
@@ -37,7 +37,7 @@ class AttentionSchedule:
     query_lengths: IntArray
     key_lengths: IntArray
     key_of_query: IntArray
-    has_query_tiles: bool
+    query_ends: IntArray
     is_local: bool
 
     @cached_property
@@ -72,8 +72,6 @@ def attention_schedule(
     split = plan.is_split & (plan.lanes == lane)
     if num_heads is not None:
         plan = plan.with_heads(num_heads, num_kv_heads)
-    has_part = plan.tile_query_end - plan.tile_query_start < plan.lengths[plan.tile_sequence]
-    has_query_tiles = bool(has_part[plan.lanes[plan.tile_sequence] == lane].any())
     # Only sequences in which this rank has a part: what is made here does not grow with the world.
     own_tiles = plan.tile_sequence[plan.tile_rank == rank]
     involved = np.zeros(plan.num_sequences, bool)
@@ -93,7 +91,7 @@ def attention_schedule(
         query_lengths=np.repeat(own_tiles["end"] - own_tiles["start"], heads),
         key_lengths=np.repeat(own_spans["end"] - own_spans["start"], span_heads),
         key_of_query=_key_of_query(own_tiles, own_spans, plan.num_heads // plan.num_kv_heads),
-        has_query_tiles=has_query_tiles,
+        query_ends=np.repeat(own_tiles["end"], heads),
         is_local=is_local,
     )
 
