@@ -36,8 +36,8 @@ PACKAGE = "src/knapformer"
 SCHEMA = "knapformer.mutation/1"
 
 FAMILIES = "tests/adapters/test_families.py"
-BALANCE, CALLS, EDGES, PUBLISHED, WRAPPERS = (
-    f"tests/adapters/test_{name}.py" for name in ("balance", "calls", "edges", "published", "wrappers")
+BALANCE, CALLS, EDGES, OUTPUT, PUBLISHED, WRAPPERS = (
+    f"tests/adapters/test_{name}.py" for name in ("balance", "calls", "edges", "output", "published", "wrappers")
 )
 PADDING = [f"{FAMILIES}::test_{name}" for name in ("masked_padding_is_dropped", "keep_padding", "unbalance_and_copies")]
 ROUTES, HOST_PATH, ATTEND = (f"tests/execution/test_{name}.py" for name in ("routes", "host_path", "attend"))
@@ -65,7 +65,7 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
         [ATTEND],
         ["tests/test_steps.py", "tests/execution/test_exchange_memory.py", "tests/test_law3.py"],
     ),
-    "training/losses": (["tests/training/test_losses.py"], ["tests/test_steps.py"]),
+    "training/losses": (["tests/training/test_losses.py"], ["tests/test_steps.py", "tests/training/test_global_means.py"]),
     "plans/plan": (
         PLANS[:3],
         [*PLANS[3:], "tests/plans/test_lanes.py", "tests/plans/test_worked_example.py", "tests/schedules"],
@@ -75,18 +75,20 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
         ["tests/measure/test_calibrate.py", "tests/predict/test_timeline.py", "tests/plans/test_planners.py"],
     ),
     "adapters/calls": ([CALLS, BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
+    "adapters/dispatched": (["tests/adapters/test_dispatched.py"], []),
     "adapters/diffusers": ([BALANCE, *IN_ONE_PROCESS], [EDGES, WRAPPERS, *PADDING]),
     "adapters/family": ([BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
     "adapters/flux": (one_rank("flux", "flux-schnell"), OTHERS),
     "adapters/hunyuan_video": (HUNYUAN, OTHERS),
     "adapters/layers": ([*HUNYUAN, *one_rank("flux", "wan", "sd3")], [*OTHERS, "tests/adapters/test_precision.py"]),
-    "adapters/output": (one_rank("flux"), OTHERS),
+    "adapters/output": ([*one_rank("flux"), OUTPUT], [*OTHERS, WRAPPERS]),
     "adapters/packing": ([*one_rank("flux", "wan"), *HUNYUAN[:1]], OTHERS),
     "adapters/published": ([PUBLISHED], []),
     "adapters/qwen_image": (QWEN, OTHERS),
     "adapters/routing_plan": ([PUBLISHED], []),
     "adapters/sd3": (SD3, OTHERS),
     "adapters/wan": (WAN, OTHERS),
+    "adapters/wrappers": ([WRAPPERS], []),
 }
 """For each module: the tests that see most faults soonest, and those for what is left."""
 
