@@ -41,6 +41,7 @@ BALANCE, CALLS, EDGES, OUTPUT, PUBLISHED, WRAPPERS = (
 )
 PADDING = [f"{FAMILIES}::test_{name}" for name in ("masked_padding_is_dropped", "keep_padding", "unbalance_and_copies")]
 ROUTES, HOST_PATH, ATTEND = (f"tests/execution/test_{name}.py" for name in ("routes", "host_path", "attend"))
+LAW_9 = "tests/execution/test_law9.py"
 STEPS = [ATTEND, "tests/test_balancer.py", "tests/test_steps.py"]
 PLANS = [f"tests/plans/test_{name}.py" for name in ("plan", "make_plan", "hostile", "caps", "micro_batches")]
 
@@ -63,9 +64,12 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "execution/routes": ([ROUTES], [HOST_PATH, *STEPS]),
     "execution/exchange": (
         [ATTEND],
-        ["tests/test_steps.py", "tests/execution/test_exchange_memory.py", "tests/test_law3.py"],
+        ["tests/test_steps.py", "tests/execution/test_exchange_memory.py", "tests/test_law3.py", LAW_9],
     ),
-    "training/losses": (["tests/training/test_losses.py"], ["tests/test_steps.py", "tests/training/test_global_means.py"]),
+    "training/losses": (
+        ["tests/training/test_losses.py"],
+        ["tests/test_steps.py", "tests/training/test_global_means.py"],
+    ),
     "plans/plan": (
         PLANS[:3],
         [*PLANS[3:], "tests/plans/test_lanes.py", "tests/plans/test_worked_example.py", "tests/schedules"],
@@ -80,10 +84,13 @@ TESTS: dict[str, tuple[list[str], list[str]]] = {
     "adapters/family": ([BALANCE, *IN_ONE_PROCESS], [EDGES, *PADDING]),
     "adapters/flux": (one_rank("flux", "flux-schnell"), OTHERS),
     "adapters/hunyuan_video": (HUNYUAN, OTHERS),
-    "adapters/layers": ([*HUNYUAN, *one_rank("flux", "wan", "sd3")], [*OTHERS, "tests/adapters/test_precision.py"]),
+    "adapters/layers": (
+        [*HUNYUAN, *one_rank("flux", "wan", "sd3", "sd3.5")],
+        [*OTHERS, "tests/adapters/test_precision.py"],
+    ),
     "adapters/output": ([*one_rank("flux"), OUTPUT], [*OTHERS, WRAPPERS]),
     "adapters/packing": ([*one_rank("flux", "wan"), *HUNYUAN[:1]], OTHERS),
-    "adapters/published": ([PUBLISHED], []),
+    "adapters/published": ([PUBLISHED], [LAW_9]),
     "adapters/qwen_image": (QWEN, OTHERS),
     "adapters/routing_plan": ([PUBLISHED], []),
     "adapters/sd3": (SD3, OTHERS),

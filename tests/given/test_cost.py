@@ -92,6 +92,29 @@ def test_no_term_of_a_fit_is_negative(term):
         assert error(step) >= error(np.asarray(terms)) * (1 - 1e-12)
 
 
+def test_quality_of_a_noisy_fit():
+    """R² = 1 − Σ(t − t̂)² / Σ(t − t̄)², and the mean of |t̂/t − 1|."""
+    noise = [1.1, 0.9, 1.05, 1.0, 0.93, 1.04, 0.98, 1.01]
+    samples = [
+        PackSample(s.lengths_tokens, s.seconds * factor)
+        for s, factor in zip(packs(1e-3, 2e-6, 3e-9), noise, strict=True)
+    ]
+    found = fit(samples)
+    seconds = np.asarray([s.seconds for s in samples])
+    predicted = np.asarray([found.predict_s(s.lengths_tokens) for s in samples])
+    r2 = 1 - ((seconds - predicted) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum()
+    assert 0.5 < r2 < 0.9999 and found.r2 == pytest.approx(r2, rel=1e-12)
+    assert found.mape == pytest.approx(np.abs(predicted / seconds - 1).mean(), rel=1e-12) and found.mape > 0.01
+
+
+def test_bounds_of_numbers():
+    for value in (1e-30, 1e30):
+        assert CostModel(flops_per_s=value).flops_per_s == value
+    for value, message in ((0.99e-30, "1e-30 at least"), (1.01e30, r"1e\+30 at most")):
+        with pytest.raises(ConfigurationError, match=f"flops_per_s must be .*{message}"):
+            CostModel(flops_per_s=value)
+
+
 def test_a_fit_needs_four_packs():
     with pytest.raises(ConfigurationError, match="at least four samples, got 3"):
         fit(packs(1e-3, 2e-6, 3e-9)[:3])
