@@ -81,7 +81,27 @@ def test_a_lone_rank_takes_its_work_and_nothing_else() -> None:
 def test_latency_counts_per_exchange_and_pass() -> None:
     plan = make_plan([[5000], [0]], planner="ulysses", cost=COST)
     slow, fast = (simulate_step(plan, COST, exchange_latency_s=s).step_s for s in (1e-3, 0.0))
-    assert slow - fast == pytest.approx(40 * 3 * 2 * 1e-3, rel=1e-6)
+    assert slow - fast == pytest.approx((40 * 3 * 2 + 4) * 1e-3, rel=1e-6)
+
+
+def test_tokens_travel_from_home_and_back_and_so_do_their_gradients() -> None:
+    """Rank 1 takes half of 4000 tokens whole; each way it is one exchange before or behind all layers."""
+    lengths = [[2000, 2000], []]
+    plan = make_plan(lengths, planner="whole", cost=COST)
+    away, there = (simulate_step(plan, COST, routed_channels=n).step_s for n in (64, 0))
+    assert evaluate(plan, COST).moved_tokens == 2000
+    one_way = 2000 * 64 * 2 / COST.machine.intra_node_bytes_per_s
+    assert away - there == pytest.approx(4 * one_way, rel=1e-6)
+    home = make_plan(lengths, planner="home", cost=COST)
+    assert simulate_step(home, COST).step_s == simulate_step(home, COST, routed_channels=0).step_s
+
+
+def test_routing_between_nodes_takes_the_slower_link() -> None:
+    cost = COST.with_machine(ranks_per_node=1)
+    plan = make_plan([[2000, 2000], []], planner="whole", cost=cost)
+    away, there = (simulate_step(plan, cost, routed_channels=n).step_s for n in (64, 0))
+    one_way = 2000 * 64 * 2 / COST.machine.inter_node_bytes_per_s
+    assert away - there == pytest.approx(4 * one_way, rel=1e-6)
 
 
 def test_gathers_hide_behind_layers_until_they_take_longer() -> None:

@@ -1,4 +1,4 @@
-"""A training step layer by layer: linear phase, exchange, attention, exchange back, and FSDP2's collectives.
+"""A training step layer by layer: routing, linear phase, exchange, attention, exchange back, and FSDP2's collectives.
 
 Every rank has a clock. Two ranks that exchange anything do so from when both have come to it, for as long as the busier
 one's link needs; a rank goes on after the last of its peers, and whole sequences' attention fills the time until then.
@@ -16,13 +16,16 @@ import numpy.typing as npt
 from knapformer.errors import ConfigurationError
 from knapformer.given.cost import CostModel
 from knapformer.plans.plan import Plan
-from knapformer.predict.traffic import Traffic, traffic
+from knapformer.predict.traffic import IntArray, Traffic, routing, traffic
 
 FloatArray = npt.NDArray[np.float64]
 
 FORWARD_PASSES, BACKWARD_PASSES = 1.0, 2.0
 BEFORE_ATTENTION = 0.25
 """Share of the linear phase that comes before attention: of a block's 12·d² weights q, k and v are 3·d²."""
+ROUTED_CHANNELS = 64
+"""Of a patch of latents in FLUX (2 · 2 · 16), Wan, HunyuanVideo and Qwen-Image: the adapters route what the model is
+given, and its output. A text token has more (4096 in FLUX), but there are few of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,7 @@ def simulate_step(
     sharding: Sharding | None = None,
     overlap: bool = True,
     exchange_latency_s: float = 0.0,
+    routed_channels: int = ROUTED_CHANNELS,
 ) -> Timeline:
     """Run ``cost.num_layers`` layers forward and backward under ``plan``; with recompute if the pass factor is 4.
 
@@ -95,6 +99,8 @@ def simulate_step(
         sharding: FSDP2; without it parameters are simply there.
         overlap: whole sequences' attention runs during exchanges.
         exchange_latency_s: added to each exchange of a rank that takes part.
+        routed_channels: of a token as it travels from home before the first layer and back behind the last one, in two
+            bytes each; so do their gradients. 0 leaves routing out.
 
     Raises:
         ConfigurationError: the pass factor is less than that of a forward and a backward pass.
@@ -102,34 +108,66 @@ def simulate_step(
     recompute_passes = cost.pass_factor - FORWARD_PASSES - BACKWARD_PASSES
     if recompute_passes < 0:
         raise ConfigurationError(f"a training step costs at least three forward passes, got {cost.pass_factor}")
-    clocks = _Clocks(plan, cost, sharding, overlap, exchange_latency_s)
+    clocks = _Clocks(plan, cost, sharding, overlap, exchange_latency_s, routed_channels)
+    clocks.route()
     for _ in range(cost.num_layers):
         clocks.gather()
         clocks.forward(FORWARD_PASSES)
+    clocks.route()
     clocks.forget_gathered()
+    clocks.route()
     for _ in range(cost.num_layers):
         clocks.gather()
         if recompute_passes:
             clocks.forward(recompute_passes)
         clocks.backward(BACKWARD_PASSES)
         clocks.reduce()
+    clocks.route()
     busy_s = (clocks.linear + clocks.whole + clocks.split) * cost.num_layers * cost.pass_factor
     step_s = max(float(clocks.now.max()), float(clocks.reduced.max()))
     return Timeline(step_s, busy_s, step_s - busy_s)
+
+
+class _Pairs:
+    """The pairs of ranks that exchange anything: both ways round, and each rank with itself; ascending."""
+
+    def __init__(self, left: IntArray, right: IntArray) -> None:
+        self.left, self.right = left, right
+        self.ranks, self.starts = np.unique(left, return_index=True)
+
+    def of(self, values: FloatArray) -> FloatArray:
+        """The larger of the two ranks' values."""
+        return np.asarray(np.maximum(values[self.left], values[self.right]))
+
+    def meet(self, ready: FloatArray, link_s: FloatArray) -> FloatArray:
+        """(N,) when each rank is through an exchange that takes ``link_s`` for each pair; at once without peers."""
+        if not len(self.ranks):
+            return ready
+        through = ready.copy()
+        through[self.ranks] = np.maximum.reduceat(self.of(ready) + link_s, self.starts)
+        return through
 
 
 class _Clocks:
     """The ranks' clocks, and when each shard group's collectives are done."""
 
     def __init__(
-        self, plan: Plan, cost: CostModel, sharding: Sharding | None, overlap: bool, exchange_latency_s: float
+        self,
+        plan: Plan,
+        cost: CostModel,
+        sharding: Sharding | None,
+        overlap: bool,
+        exchange_latency_s: float,
+        routed_channels: int,
     ) -> None:
         num_ranks = plan.world_size
         self.linear, self.whole, self.split = rank_seconds(plan, cost)
         moves: Traffic = traffic(plan, cost)
-        self.left, self.right = moves.left, moves.right
-        self.ranks, self.starts = np.unique(moves.left, return_index=True)
-        self.before, self.after = (self._of_pairs(s) + exchange_latency_s for s in (moves.before_s, moves.after_s))
+        self.pairs = _Pairs(moves.left, moves.right)
+        self.before, self.after = (self.pairs.of(s) + exchange_latency_s for s in (moves.before_s, moves.after_s))
+        away = routing(plan, cost, 2 * routed_channels)
+        self.travellers = _Pairs(away.left, away.right) if routed_channels else _Pairs(away.left[:0], away.right[:0])
+        self.away = self.travellers.of(away.link_s) + exchange_latency_s
         self.overlap = overlap
         self.sharding = sharding or Sharding(num_ranks, 0.0, 0.0)
         self.now = np.zeros(num_ranks)
@@ -137,22 +175,15 @@ class _Clocks:
         self.began = np.zeros(num_ranks)
         self.reduced = np.zeros_like(self.gathered)
 
-    def _of_pairs(self, values: FloatArray) -> FloatArray:
-        return np.asarray(np.maximum(values[self.left], values[self.right]))
-
-    def _meet(self, ready: FloatArray, link_s: FloatArray) -> FloatArray:
-        """(N,) when each rank is through an exchange that takes ``link_s`` for each pair; at once without peers."""
-        if not len(self.ranks):
-            return ready
-        through = ready.copy()
-        through[self.ranks] = np.maximum.reduceat(self._of_pairs(ready) + link_s, self.starts)
-        return through
-
     def _of_groups(self, values: FloatArray) -> FloatArray:
         return np.asarray(values.reshape(-1, self.sharding.shard_size).max(axis=1))
 
     def _to_ranks(self, groups: FloatArray) -> FloatArray:
         return np.repeat(groups, self.sharding.shard_size)
+
+    def route(self) -> None:
+        """Tokens go from home to their ranks, or back."""
+        self.now = self.travellers.meet(self.now, self.away)
 
     def gather(self) -> None:
         """The all-gather for the next layer runs while the layer before it computes, on all ranks of a shard group."""
@@ -174,22 +205,22 @@ class _Clocks:
     def forward(self, passes: float) -> None:
         """One layer: linear, exchange of q, k, v beside whole sequences' attention, tiles, exchange back, linear."""
         ready = self.now + BEFORE_ATTENTION * self.linear * passes
-        arrived = self._meet(ready, self.before)
+        arrived = self.pairs.meet(ready, self.before)
         whole = self.whole * passes
         self.now = np.maximum(arrived, ready + whole) if self.overlap else arrived + whole
         self.now = self.now + self.split * passes
-        self.now = self._meet(self.now, self.after)
+        self.now = self.pairs.meet(self.now, self.after)
         self.now = self.now + (1 - BEFORE_ATTENTION) * self.linear * passes
 
     def backward(self, passes: float) -> None:
         """The layer backwards: the output's gradient travels first; q, k and v's beside whole sequences' attention."""
         ready = self.now + (1 - BEFORE_ATTENTION) * self.linear * passes
-        self.now = self._meet(ready, self.after)
+        self.now = self.pairs.meet(ready, self.after)
         whole, ready = self.whole * passes, self.now + self.split * passes
         if self.overlap:
-            self.now = np.maximum(self._meet(ready, self.before), ready + whole)
+            self.now = np.maximum(self.pairs.meet(ready, self.before), ready + whole)
         else:
-            self.now = self._meet(ready + whole, self.before)
+            self.now = self.pairs.meet(ready + whole, self.before)
         self.now = self.now + BEFORE_ATTENTION * self.linear * passes
 
 

@@ -34,6 +34,20 @@ class Traffic:
     right: IntArray
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Routing:
+    """The exchange that takes tokens from home to the ranks that hold them; the way back is the same turned round.
+
+    Attributes:
+        link_s: (N,) seconds of each rank's links.
+        left, right: as in ``Traffic``.
+    """
+
+    link_s: FloatArray
+    left: IntArray
+    right: IntArray
+
+
 def traffic(plan: Plan, cost: CostModel) -> Traffic:
     """The exchanges of ``plan`` on ``cost.machine``."""
     if plan.num_kv_heads != plan.num_heads:
@@ -54,17 +68,7 @@ def traffic(plan: Plan, cost: CostModel) -> Traffic:
         np.concatenate([query_units, 2 * key_units]) * unit_bytes,
         num_ranks,
     )
-    exchanging = np.unique(np.concatenate([before.source, before.target]))
-    pairs = np.unique(
-        np.concatenate(
-            [
-                before.source * num_ranks + before.target,
-                before.target * num_ranks + before.source,
-                exchanging * (num_ranks + 1),
-            ]
-        )
-    )
-    left, right = np.divmod(pairs, num_ranks)
+    left, right = _pairs(before, num_ranks)
     return Traffic(
         before_s=_link_s(before, cost, num_ranks),
         after_s=_link_s(_Flows(queries.target, queries.source, queries.bytes), cost, num_ranks),
@@ -72,6 +76,17 @@ def traffic(plan: Plan, cost: CostModel) -> Traffic:
         left=left,
         right=right,
     )
+
+
+def routing(plan: Plan, cost: CostModel, bytes_per_token: float) -> Routing:
+    """Tokens on their way from home on ``cost.machine``."""
+    counts = plan.segment_end - plan.segment_start
+    source = np.asarray(plan.homes)[plan.segment_sequence].astype(np.int64)
+    target = plan.segment_rank.astype(np.int64)
+    moves = (source != target) & (counts > 0)
+    sent = counts[moves] * bytes_per_token
+    flows = _Flows.summed(source[moves], target[moves], sent, plan.world_size)
+    return Routing(_link_s(flows, cost, plan.world_size), *_pairs(flows, plan.world_size))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -87,6 +102,14 @@ class _Flows:
         pairs, index = np.unique(source * num_ranks + target, return_inverse=True)
         first, second = np.divmod(pairs, num_ranks)
         return cls(first, second, np.bincount(index, sent, minlength=len(pairs)).astype(np.float64))
+
+
+def _pairs(flows: _Flows, num_ranks: int) -> tuple[IntArray, IntArray]:
+    """Every pair of ranks that exchanges anything, both ways round, and each of them with itself; ascending."""
+    exchanging = np.unique(np.concatenate([flows.source, flows.target]))
+    there, back = (a * num_ranks + b for a, b in ((flows.source, flows.target), (flows.target, flows.source)))
+    left, right = np.divmod(np.unique(np.concatenate([there, back, exchanging * (num_ranks + 1)])), num_ranks)
+    return left, right
 
 
 def _rows(
