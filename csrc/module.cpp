@@ -3,9 +3,11 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <string>
 #include <tuple>
 #include <utility>
 
@@ -44,7 +46,7 @@ nb::tuple columns_out(PlanColumns&& c) {
                         move_out(std::move(c.tile_query_start)), move_out(std::move(c.tile_query_end)));
 }
 
-// Runs a planner without the GIL.
+// Runs a planner without the GIL; gives its columns and its reason.
 template <typename Planner>
 nb::object solve(Planner planner) {
   std::optional<PlanColumns> columns;
@@ -53,7 +55,8 @@ nb::object solve(Planner planner) {
     columns = planner();
   }
   if (!columns) return nb::none();
-  return columns_out(std::move(*columns));
+  const std::string reason = columns->reason;
+  return nb::make_tuple(columns_out(std::move(*columns)), reason);
 }
 
 void init_problem(Problem* self, Input<int64_t> lengths, Input<int32_t> homes, Input<double> attention_s,

@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <string>
 #include <vector>
 
 namespace knapformer {
@@ -93,6 +94,7 @@ struct PlanColumns {
   std::vector<int64_t> tile_offsets{0};
   std::vector<int32_t> tile_rank, tile_head_start, tile_head_end;
   std::vector<int64_t> tile_query_start, tile_query_end;
+  std::string reason;  // why it was chosen, where a planner has several to choose from
 
   void add_segment(int32_t rank, int64_t start, int64_t end);  // an empty one is dropped
   void add_tile(int32_t rank, int32_t head_start, int32_t head_end, int64_t query_start, int64_t query_end);

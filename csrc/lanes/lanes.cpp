@@ -21,7 +21,7 @@ class Best {
  public:
   explicit Best(const Problem& problem) : p_(problem) {}
 
-  void enter(PlanColumns plan) {
+  void enter(PlanColumns plan, const std::string& reason) {
     const Evaluation score = evaluate(p_, plan.view());
     for (int32_t r = 0; r < p_.num_ranks; ++r) {
       if (score.tokens[r] > p_.max_tokens[r]) return;
@@ -29,6 +29,7 @@ class Best {
     if (plan_ && score.makespan_s >= makespan_s_) return;
     makespan_s_ = score.makespan_s;
     plan_ = std::move(plan);
+    plan_->reason = reason;
   }
 
   bool within(double factor) const { return plan_ && makespan_s_ <= factor * p_.lower_bound_s(); }
@@ -67,16 +68,16 @@ PlanColumns plan_two_lanes(const Problem& problem) {
   for (double full : kFull) {
     for (double largest : kLargestShares) {
       if (best.within(kGoodEnough)) break;
-      best.enter(plan_for(problem, {full * problem.lower_bound_s(), largest}));
+      best.enter(plan_for(problem, {full * problem.lower_bound_s(), largest}), "own layout");
     }
     if (best.within(full)) break;
   }
-  best.enter(plan_home(problem));
+  best.enter(plan_home(problem), "home");
   if (!best.within(kWorthMoldable)) {
-    best.enter(with_lanes(problem, plan_ulysses(problem)));
+    best.enter(with_lanes(problem, plan_ulysses(problem)), "ulysses");
     PlanColumns one_lane = plan_moldable(problem);
-    best.enter(with_lanes(problem, one_lane));
-    best.enter(std::move(one_lane));
+    best.enter(with_lanes(problem, one_lane), "one lane's " + one_lane.reason + " in two lanes");
+    best.enter(one_lane, "one lane's " + one_lane.reason);
   }
   return best.winner();
 }

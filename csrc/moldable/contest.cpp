@@ -8,22 +8,23 @@
 
 namespace knapformer {
 
-bool Contest::enter(PlanColumns plan) {
+bool Contest::enter(PlanColumns plan, const std::string& reason) {
   const Evaluation score = evaluate(p_, plan.view());
   for (int32_t r = 0; r < p_.num_ranks; ++r) {
     if (score.tokens[r] > p_.max_tokens[r]) return false;
   }
   if (plan_ ? !better(score) : score.makespan_s >= below_s_) return true;
   plan_ = std::move(plan);
+  plan_->reason = reason + where_;
   score_ = score;
   return true;
 }
 
-bool Contest::enter_placements(std::vector<Placement> placements) {
+bool Contest::enter_placements(std::vector<Placement> placements, const std::string& reason) {
   keep_home(p_, placements);
   PlanColumns plan;
   for (auto& placement : placements) plan.add_placement(std::move(placement));
-  return enter(std::move(plan));
+  return enter(std::move(plan), reason);
 }
 
 void Contest::replace(PlanColumns plan) {
@@ -43,7 +44,7 @@ void enter_whole(const Problem& problem, Contest& contest) {
     if (!rank_of) return;
     std::vector<Placement> placements;
     for (size_t s = 0; s < rank_of->size(); ++s) placements.push_back(whole_on(problem, static_cast<int32_t>(s), (*rank_of)[s]));
-    if (contest.enter_placements(std::move(placements))) return;
+    if (contest.enter_placements(std::move(placements), "whole sequences")) return;
   }
 }
 
@@ -126,14 +127,16 @@ double home_makespan_s(const Problem& problem) {
 // A bound is compared with a little room for its own rounding.
 void enter_others(const Problem& problem, Contest& contest) {
   const auto has_chance = [&](double bound_s) { return bound_s * (1.0 - 1e-12) < contest.makespan_s(); };
-  if (has_chance(home_makespan_s(problem))) contest.enter(plan_home(problem));
+  if (has_chance(home_makespan_s(problem))) contest.enter(plan_home(problem), "home");
   const auto [smallest, largest] = node_sizes(problem);
   const double alone_s = heaviest_alone_s(problem);  // on one rank: shared evenly, it takes as many times less as there are ranks
-  if (has_chance(alone_s / largest) && has_chance(even_split_bound_s(problem, smallest))) contest.enter(plan_ulysses(problem));
+  if (has_chance(alone_s / largest) && has_chance(even_split_bound_s(problem, smallest))) contest.enter(plan_ulysses(problem), "ulysses");
   for (int32_t size = 1; size <= problem.num_ranks && problem.num_ranks % size == 0; size *= 2) {
     const double bound = size == 1 ? problem.lower_bound_s() : even_split_bound_s(problem, size);
     if (!has_chance(std::max(bound, alone_s / size)) || !has_chance(bags_bound_s(problem, size))) continue;
-    contest.enter(plan_bags(problem, std::vector<int32_t>(problem.num_ranks / size, size)));
+    const int32_t bags = problem.num_ranks / size;
+    contest.enter(plan_bags(problem, std::vector<int32_t>(bags, size)),
+                  "bags:g" + std::to_string(size) + "n" + std::to_string(bags));
   }
 }
 

@@ -3,6 +3,7 @@
 
 #include <limits>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -22,10 +23,12 @@ class Contest {
   const PlanColumns& leader() const { return *plan_; }
   PlanColumns winner() { return std::move(*plan_); }
 
-  // Whether the plan keeps the caps.
-  bool enter(PlanColumns plan);
+  // Whether the plan keeps the caps. It says `reason` where it wins.
+  bool enter(PlanColumns plan, const std::string& reason);
   // The same for placements, which first get the phase "home".
-  bool enter_placements(std::vector<Placement> placements);
+  bool enter_placements(std::vector<Placement> placements, const std::string& reason);
+  // What the reasons of plans that enter from now on end with.
+  void say(std::string where) { where_ = std::move(where); }
   // It wins, whatever its makespan.
   void replace(PlanColumns plan);
 
@@ -34,6 +37,7 @@ class Contest {
 
   const Problem& p_;
   double below_s_;
+  std::string where_;
   std::optional<PlanColumns> plan_;
   Evaluation score_;
 };

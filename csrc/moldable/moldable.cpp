@@ -55,7 +55,7 @@ void compete(const Problem& problem, Contest& contest) {
   if (whole_first) enter_whole(problem, contest);
   if (contest.makespan_s() > bound * (1.0 + kGoodEnough)) {
     Search search(problem);
-    contest.enter_placements(search.place(search.run()));
+    contest.enter_placements(search.place(search.run()), "own layout");
   }
   if (!whole_first && alone < contest.makespan_s()) enter_whole(problem, contest);
   enter_others(problem, contest);
@@ -79,7 +79,9 @@ void enter_fewer(const Problem& problem, Contest& contest) {
   for (int32_t count : fewer_counts(problem.num_ranks)) {
     const Problem fewer = first_ranks(problem, count);
     if (fewer.lower_bound_s() >= contest.makespan_s()) break;
-    if (caps_hold(fewer) && tight_bound_s(fewer) < contest.makespan_s()) compete(fewer, contest);
+    if (!caps_hold(fewer) || tight_bound_s(fewer) >= contest.makespan_s()) continue;
+    contest.say(" on " + std::to_string(count) + " of " + std::to_string(problem.num_ranks) + " ranks");
+    compete(fewer, contest);
   }
 }
 

@@ -92,7 +92,9 @@ void enter_for_slower_links(const Problem& problem, Contest& contest) {
       best = std::move(choice);
     }
   }
-  if (best) contest.replace(std::move(best->plan));
+  if (!best) return;
+  best->plan.reason += ", safer where links are slower than stated";
+  contest.replace(std::move(best->plan));
 }
 
 }  // namespace knapformer

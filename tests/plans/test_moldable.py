@@ -33,9 +33,9 @@ def others(case: Case) -> list[tuple[str, float, Any]]:
     """Each other planner's makespan and tokens per rank, without the detour over a Plan."""
     lengths = as_lengths(case.lengths)
     problem = make_problem(lengths.tokens, lengths.homes, lengths.num_ranks, case.cost)
-    plans = {name: getattr(_core, name)(problem) for name in ("home", "whole", "ulysses")}
+    plans = {name: getattr(_core, name)(problem)[0] for name in ("home", "whole", "ulysses")}
     for topology in uniform_topologies(lengths.num_ranks):
-        plans[f"bags {topology}"] = _core.bags(problem, list(topology.bag_sizes))
+        plans[f"bags {topology}"] = _core.bags(problem, list(topology.bag_sizes))[0]
     found = {name: _core.evaluate(problem, columns) for name, columns in plans.items()}
     return [(name, e["makespan_s"], e["tokens"]) for name, e in found.items()]
 

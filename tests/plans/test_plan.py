@@ -42,7 +42,7 @@ def test_digest_tells_plans_apart():
     assert len({plan, example()}) == 1
 
 
-@pytest.mark.parametrize("name", [f.name for f in fields(Plan)])
+@pytest.mark.parametrize("name", [f.name for f in fields(Plan) if f.name != "reason"])
 def test_digest_has_every_part_of_a_plan(name):
     """Also what no legal plan could have: ranks compare digests before anything else."""
     plan = replace(example(), max_tokens_per_rank=(50, 50, 50), lane=[0, 1, 0, 1, 0])

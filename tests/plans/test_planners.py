@@ -209,7 +209,7 @@ def test_topology_names_the_ranks_per_node() -> None:
 
 def test_problem_arrays_come_back_typed() -> None:
     lengths = as_lengths([[5, 6], [7]])
-    columns = _core.home(make_problem(lengths.tokens, lengths.homes, 2, CostModel()))
+    columns, _ = _core.home(make_problem(lengths.tokens, lengths.homes, 2, CostModel()))
     assert [c.dtype for c in columns] == [
         np.dtype(t) for t in ("i1", "i8", "i4", "i8", "i8", "i8", "i4", "i4", "i4", "i8", "i8")
     ]

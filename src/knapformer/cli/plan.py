@@ -140,6 +140,7 @@ def _plan_summary(result: Plan, evaluation: Evaluation, plan_ms: float) -> dict[
     """What ``plan --json`` prints; times and bytes are one layer's forward, but for the step's."""
     return {
         "planner": result.planner,
+        "reason": result.reason,
         "lanes": result.num_lanes,
         "num_ranks": result.world_size,
         "num_sequences": result.num_sequences,
@@ -167,9 +168,11 @@ def _summary_table(summary: dict[str, Any], home_makespan_s: float) -> Table:
     beside_home = f", {than(home_makespan_s / makespan_s, 'home')}" if makespan_s else ""
     caps = summary["max_tokens_per_rank"]
     cap = f", cap {max(caps):,}" if caps else ", no cap"
+    named = f"{summary['planner']}{' in two lanes' if summary['lanes'] > 1 else ''}"
+    won = f" ({summary['reason']})" if summary["reason"] else ""
     sizes = "{num_sequences} sequences, {num_tokens:,} tokens on {num_ranks} ranks".format_map(summary)
     for name, value in (
-        ("plan", f"{summary['planner']}{' in two lanes' if summary['lanes'] > 1 else ''}, {summary['plan_ms']:.2f} ms"),
+        ("plan", f"{named}{won}, {summary['plan_ms']:.2f} ms"),
         ("step", sizes),
         ("model", f"{summary['model']}, {summary['speeds']}"),
         ("makespan", f"{makespan_s * 1e3:.3f} ms a layer's forward, {over_bound}{beside_home}"),

@@ -59,14 +59,14 @@ def simulate(
 def _print(console: Console, results: list[dict[str, Any]]) -> None:
     from knapformer.predict.fitting import fitting_lines
     from knapformer.predict.presets import ratio_lines
-    from knapformer.predict.simulate_tables import planner_table, subject_line
+    from knapformer.predict.simulate_tables import planner_table, reason_lines, subject_line
 
     for result in results:
         console.print(planner_table(result["label"], result["planners"], console.width))
         console.print(subject_line(result), soft_wrap=True, highlight=False, markup=False)
         for line in fitting_lines(result["planners"]):
             console.print(line, style="red", soft_wrap=True, highlight=False, markup=False)
-        for line in ratio_lines(result["ratios"]):
+        for line in [*ratio_lines(result["ratios"]), *reason_lines(result["planners"])]:
             console.print(line, style="dim", soft_wrap=True, highlight=False, markup=False)
         console.print()
 

@@ -51,12 +51,13 @@ def _solve(name: str, request: Request, *options: Any, function: str | None = No
     problem = make_problem(
         lengths.tokens, lengths.homes, lengths.num_ranks, request.cost, caps, EFFORTS.index(request.effort)
     )
-    columns = getattr(_core, function or name)(problem, *options)
-    if columns is None:
+    found = getattr(_core, function or name)(problem, *options)
+    if found is None:
         raise CapacityError(
             f"{name} cannot place {lengths.num_tokens} tokens in whole sequences of up to "
             f"{int(lengths.tokens.max())} under caps of {min(caps)}..{max(caps)} tokens per rank, {sum(caps)} in all"
         )
+    columns, reason = found
     arrays: dict[str, Any] = dict(zip(COLUMNS, columns, strict=True))
     counts = arrays["segment_end"] - arrays["segment_start"]
     check_caps(name, np.bincount(arrays["segment_rank"], counts, minlength=lengths.num_ranks), caps)
@@ -70,6 +71,7 @@ def _solve(name: str, request: Request, *options: Any, function: str | None = No
         **arrays,
         group_offset=request.group_offset,
         max_tokens_per_rank=caps,
+        reason=reason,
     )
 
 

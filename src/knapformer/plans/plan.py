@@ -71,6 +71,8 @@ class Plan:
             is one.
         group_offset: world rank of local rank 0, where balancing groups repeat.
         max_tokens_per_rank: caps under which the plan was made, one per rank; empty means none.
+        reason: what won, where the planner compares several plans: ``"own layout"``, ``"whole sequences"``, or another
+            planner's name. Plans that differ in nothing else are equal.
 
     Raises:
         PlanError: a token or head that is not placed exactly once, or a rank that does not exist.
@@ -95,6 +97,7 @@ class Plan:
     lane: npt.NDArray[np.int8] = field(default_factory=_one_lane)
     group_offset: int = 0
     max_tokens_per_rank: tuple[int, ...] = ()
+    reason: str = ""
 
     def __post_init__(self) -> None:
         for name, dtype in _DTYPES.items():
@@ -187,8 +190,8 @@ class Plan:
         )
 
     def digest(self) -> bytes:
-        """32 bytes that are equal exactly where plans are (SHA-256 of their content)."""
-        scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in _DTYPES}
+        """32 bytes that are equal exactly where plans are (SHA-256 of their content, the reason left out)."""
+        scalars = {f.name: getattr(self, f.name) for f in fields(self) if f.name not in (*_DTYPES, "reason")}
         sha = hashlib.sha256(json.dumps(scalars).encode())
         for name in _DTYPES:
             array = getattr(self, name)
@@ -211,6 +214,8 @@ class Plan:
             content["max_tokens_per_rank"] = list(self.max_tokens_per_rank)
         if len(self.lane):
             content["lanes"] = 2
+        if self.reason:
+            content["reason"] = self.reason
         content["sequences"] = [self.placement(i).to_dict() for i in range(self.num_sequences)]
         return content
 
@@ -249,6 +254,7 @@ class Plan:
                 planner=content.get("planner", ""),
                 group_offset=content.get("group_offset", 0),
                 max_tokens_per_rank=tuple(content.get("max_tokens_per_rank", ())),
+                reason=content.get("reason", ""),
                 lane=_read_lanes(content.get("lanes", 1), [s.get("lane", 0) for s in sequences]),
             )
         except PlanError:
@@ -329,6 +335,8 @@ def _whole(name: str, value: Any) -> int:
 def _check_sizes(plan: Plan) -> None:
     if not isinstance(plan.planner, str) or not plan.planner.isprintable():
         raise PlanError(f"a planner's name is a line of text, got {plan.planner!r}")
+    if not isinstance(plan.reason, str) or not plan.reason.isprintable():
+        raise PlanError(f"a plan's reason is a line of text, got {plan.reason!r}")
     if plan.world_size > MAX_RANKS or plan.num_heads > MAX_HEADS:
         sizes = f"{plan.world_size} and {plan.num_heads}"
         raise PlanError(f"a plan may have {MAX_RANKS} ranks and {MAX_HEADS} heads at most, got {sizes}")

@@ -49,4 +49,5 @@ class PlanFile(_Part):
     group_offset: Whole = 0
     max_tokens_per_rank: list[Whole] = []
     lanes: Whole = 1
+    reason: str = ""
     sequences: list[SequencePart]

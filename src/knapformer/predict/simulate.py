@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,8 +100,8 @@ def simulate(
         on_step: called after each step of each planner.
 
     Returns:
-        For each planner what ``_summarize`` and ``fitting_row`` say, or ``{"error": …}`` where a step does not fit its
-        caps.
+        For each planner what ``_summarize`` and ``fitting_row`` say, and how often a plan's reason was which; or
+        ``{"error": …}`` where a step does not fit its caps.
     """
     found: dict[str, list[_Played]] = {}
     rows: dict[str, dict[str, Any]] = {}
@@ -116,6 +117,7 @@ def simulate(
         if played is not None:
             rows[str(spec)] = {
                 "reference": reference,
+                "reasons": dict(Counter(p.plan.reason for p in played if p.plan.reason)),
                 **_summarize([p.measured for p in played], [p.measured["step_s"] for p in found[reference]]),
                 **fitting_row(
                     [p.plan for p in played], steps, spec, setting.cost, setting.memory, setting.memory_bytes

@@ -66,6 +66,15 @@ def subject_line(result: Mapping[str, Any]) -> str:
     return f"{result['model'] or 'a model without a name'} ({whose}); {result['speeds']}; {memory}"
 
 
+def reason_lines(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Which plans won, of planners that compare several."""
+    found = {name: row["reasons"] for name, row in rows.items() if row.get("reasons")}
+    return [
+        f"what won, {name}: " + ", ".join(f"{reason} {count} ×" for reason, count in sorted(reasons.items()))
+        for name, reasons in found.items()
+    ]
+
+
 def markdown(title: str, command: str, results: Sequence[Mapping[str, Any]]) -> str:
     """A page with a table for each comparison, and how it was made."""
     lines = [f"# {title}", "", f"`{command}`", ""]
@@ -81,6 +90,7 @@ def markdown(title: str, command: str, results: Sequence[Mapping[str, Any]]) -> 
         lines += ["| " + " | ".join([name, *_cells(row)]) + " |" for name, row in result["planners"].items()]
         lines += ["", *[f"- {line}" for line in ratio_lines(result["ratios"])]]
         lines += [f"- {line}" for line in fitting_lines(result["planners"])]
+        lines += [f"- {line}" for line in reason_lines(result["planners"])]
         lines += [f"- published, {name}: {value}" for name, value in (result["published"] or {}).items()]
         lines.append("")
     return "\n".join(lines)
